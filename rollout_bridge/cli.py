@@ -1,0 +1,104 @@
+"""The console script `rollout-bridge`: a bridge beside an engine. Needs no JAX."""
+
+import argparse
+import os
+import pathlib
+import signal
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+
+from rollout_bridge.engine import Engine
+from rollout_bridge.engines.fake import FakeEngine
+from rollout_bridge.engines.fake_model import fake_model
+from rollout_bridge.server import ServerOptions, serve
+from rollout_bridge.transport import MAX_MESSAGE_BYTES, Security, ServerTls
+
+_GRACE_SECONDS = 5.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code: 0 after SIGTERM or SIGINT, 2 for a user's mistake."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return _serve(arguments, os.environ)
+    except (ValueError, OSError) as error:
+        sys.stderr.write(f"rollout-bridge: {error}\n")
+        return 2
+
+
+def read_token(environ: Mapping[str, str], variable: str | None, path: pathlib.Path | None) -> str | None:
+    """The bearer token, from the environment or a file; None when neither is named.
+
+    Raises:
+      ValueError: the variable is not set, or the file is empty.
+      OSError: the file cannot be read.
+    """
+    if variable is not None:
+        token, source = environ.get(variable, "").strip(), f"environment variable {variable}"
+    elif path is not None:
+        token, source = path.read_text().strip(), f"file {path}"
+    else:
+        return None
+    if not token:
+        raise ValueError(f"bearer token: expected one in {source}, got nothing")
+    return token
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="rollout-bridge", description=__doc__)
+    verbs = parser.add_subparsers(required=True, metavar="VERB")
+    verb = verbs.add_parser("serve", help="serve an engine until SIGTERM")
+    verb.add_argument("--engine", choices=["fake"], required=True, help="what samples; fake = a seeded stand-in")
+    verb.add_argument("--listen", required=True, metavar="HOST:PORT", help="port 0 takes any free one")
+    verb.add_argument(
+        "--max-message-bytes", type=int, default=MAX_MESSAGE_BYTES, metavar="N", help="on both sides alike"
+    )
+    verb.add_argument("--tls-certificate", type=pathlib.Path, metavar="PEM")
+    verb.add_argument("--tls-key", type=pathlib.Path, metavar="PEM")
+    verb.add_argument("--tls-client-ca", type=pathlib.Path, metavar="PEM", help="ask clients for a certificate of it")
+    token = verb.add_mutually_exclusive_group()
+    token.add_argument("--token-variable", metavar="NAME", help="environment variable that holds the bearer token")
+    token.add_argument("--token-file", type=pathlib.Path, metavar="PATH", help="file that holds the bearer token")
+    verb.add_argument(
+        "--allow-insecure", action="store_true", help="off loopback without TLS, on a network that you trust; no token"
+    )
+    verb.add_argument("--fake-version", type=int, metavar="N", help="serve made-up weights of this version at once")
+    return parser
+
+
+def _serve(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    security = Security(
+        tls=_tls(arguments),
+        token=read_token(environ, arguments.token_variable, arguments.token_file),
+        allow_insecure=arguments.allow_insecure,
+    )
+    engine: Engine = FakeEngine(fake_model(), version=arguments.fake_version)
+    options = ServerOptions(security=security, max_message_bytes=arguments.max_message_bytes)
+    server = serve(engine, arguments.listen, options=options)
+    stopped = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopped.set())
+    sys.stdout.write(f"rollout-bridge: engine {engine.engine_id} listens on {server.address}\n")
+    sys.stdout.flush()
+    stopped.wait()
+    server.stop(_GRACE_SECONDS)
+    engine.close()
+    return 0
+
+
+def _tls(arguments: argparse.Namespace) -> ServerTls | None:
+    certificate, key, client_ca = arguments.tls_certificate, arguments.tls_key, arguments.tls_client_ca
+    if certificate is None and key is None and client_ca is None:
+        return None
+    if certificate is None or key is None:
+        raise ValueError("TLS: expected both --tls-certificate and --tls-key, got one of them")
+    return ServerTls(
+        certificate=certificate.read_bytes(),
+        key=key.read_bytes(),
+        client_ca=None if client_ca is None else client_ca.read_bytes(),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

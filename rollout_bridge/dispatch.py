@@ -1,0 +1,302 @@
+"""One call of Fleet.sample: every wanted (request, member) to some engine, and each completion back exactly once."""
+
+import collections
+import contextlib
+import dataclasses
+import queue
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+from rollout_bridge.client import Stream
+from rollout_bridge.endpoint import Endpoint, State
+from rollout_bridge.errors import Busy, Fatal, Retryable
+from rollout_bridge.messages import Completion, Finish, ModelInfo, SampleRequest
+from rollout_bridge.stitch import continuation, stitch
+
+_NAMED = 4  # how many missing completions an error names
+_RETRY_SECONDS = (0.02, 2.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Bounds of a sample call.
+
+    Attributes:
+      progress_seconds: without any completion, while the caller waits for one, after which it is an error.
+      max_failures: of one request in a row, without any progress, after which it is an error.
+      max_streams: requests at once at one engine.
+    """
+
+    progress_seconds: float
+    max_failures: int
+    max_streams: int
+
+
+class Counts:
+    """What happened so far, by name; safe from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: collections.Counter[str] = collections.Counter()
+
+    def add(self, name: str, amount: int = 1) -> None:
+        """Adds to one."""
+        with self._lock:
+            self._counts[name] += amount
+
+    def snapshot(self) -> dict[str, int]:
+        """A copy."""
+        with self._lock:
+            return dict(self._counts)
+
+
+class Router:
+    """Chooses who serves a request: of those that are READY and have a stream free, the least loaded."""
+
+    def __init__(self, endpoints: Sequence[Endpoint], changed: threading.Condition, limits: Limits) -> None:
+        self.endpoints = endpoints
+        self.changed = changed
+        self.limits = limits
+        self.closed = False
+
+    def lease(self, members: int, avoid: Endpoint | None, cancelled: threading.Event) -> Endpoint | None:
+        """Waits for an endpoint and counts a stream on it; None once cancelled or closed. `release` it afterwards.
+
+        Args:
+          members: that the stream will sample.
+          avoid: one that just failed; chosen only when it is the only one.
+          cancelled: ends the wait, once the condition is notified.
+
+        Raises:
+          Exception: what made an endpoint fail for good.
+        """
+        with self.changed:
+            while not (cancelled.is_set() or self.closed):
+                for endpoint in self.endpoints:
+                    if endpoint.failure is not None:
+                        raise endpoint.failure
+                free = [e for e in self.endpoints if e.state is State.READY and e.streams < self.limits.max_streams]
+                if free:
+                    endpoint = min(free, key=lambda endpoint: (endpoint is avoid, endpoint.load))
+                    endpoint.streams += 1
+                    endpoint.load += members
+                    return endpoint
+                self.changed.wait(1.0)
+        return None
+
+    def release(self, endpoint: Endpoint, members: int) -> None:
+        """The stream has ended."""
+        with self.changed:
+            endpoint.streams -= 1
+            endpoint.load -= members
+            self.changed.notify_all()
+
+    def describe(self) -> str:
+        """Every endpoint's state."""
+        return "; ".join(endpoint.describe() for endpoint in self.endpoints)
+
+
+class Workers:
+    """Daemon threads, started as they are needed: a stream that nobody ends cannot keep the process alive."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._condition = threading.Condition()
+        self._work: collections.deque[Callable[[], None]] = collections.deque()
+        self._threads = 0
+        self._idle = 0
+        self._closed = False
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Runs it as soon as a thread is free, in order. It must not raise."""
+        with self._condition:
+            self._work.append(work)
+            if self._idle < len(self._work) and self._threads < self._limit:
+                self._threads += 1
+                threading.Thread(target=self._run, name=f"fleet-sample-{self._threads}", daemon=True).start()
+            self._condition.notify()
+
+    def close(self) -> None:
+        """Lets idle threads end."""
+        with self._condition:
+            self._closed = True
+            self._condition.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                self._idle += 1
+                while not self._work and not self._closed:
+                    self._condition.wait()
+                self._idle -= 1
+                if not self._work:
+                    return
+                work = self._work.popleft()
+            work()
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Task:
+    """Members of one request that are still missing, and what there is of them."""
+
+    request: SampleRequest
+    members: set[int]
+    parts: list[Completion] = dataclasses.field(default_factory=list)  # of its single member, when it is a continuation
+    failures: int = 0
+    avoid: Endpoint | None = None
+
+    def ask(self) -> SampleRequest:
+        """The request for what is missing."""
+        if self.parts:
+            (member,) = self.members
+            return continuation(self.request, member, self.parts)
+        return dataclasses.replace(self.request, members=tuple(m for m in self.request.members if m in self.members))
+
+
+class SampleCall:
+    """Runs requests over a router's endpoints; iterate `completions` once."""
+
+    def __init__(
+        self, requests: Sequence[SampleRequest], model: ModelInfo, router: Router, workers: Workers, counts: Counts
+    ) -> None:
+        self._tasks = [_Task(request=request, members=set(request.members)) for request in requests]
+        self._model = model
+        self._router = router
+        self._workers = workers
+        self._counts = counts
+        self._lock = threading.Lock()
+        self._missing = {(request.request_id, member) for request in requests for member in request.members}
+        self._streams: set[Stream[Completion]] = set()
+        self._cancelled = threading.Event()
+        self._arrived: queue.SimpleQueue[Completion | Exception] = queue.SimpleQueue()
+
+    def completions(self) -> Iterator[Completion]:
+        """Each wanted completion once, as they arrive.
+
+        Raises:
+          Retryable: no progress for too long; says what is missing and where every engine stands.
+          Fatal: a completion or an engine is not as it must be.
+        """
+        limit, wanted = self._router.limits.progress_seconds, len(self._missing)
+        try:
+            for task in self._tasks:
+                self._submit(task)
+            for _ in range(wanted):
+                try:
+                    item = self._arrived.get(timeout=limit)
+                except queue.Empty:
+                    raise Retryable(
+                        f"sample: expected a completion within {limit} s, got none; {self._where()}"
+                    ) from None
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+        finally:
+            self.cancel()
+
+    def fail(self, error: Exception) -> None:
+        """Makes the caller raise."""
+        self._arrived.put(error)
+
+    def cancel(self) -> None:
+        """Ends every stream."""
+        self._cancelled.set()
+        with self._lock:
+            streams = list(self._streams)
+        for stream in streams:
+            stream.cancel()
+        with self._router.changed:
+            self._router.changed.notify_all()
+
+    def _submit(self, task: _Task) -> None:
+        self._workers.submit(lambda: self._serve(task))
+
+    def _serve(self, task: _Task) -> None:
+        """Gives a task to engines until nothing of it is missing."""
+        try:
+            while task.members and not self._cancelled.is_set():
+                members = len(task.members)
+                endpoint = self._router.lease(members, task.avoid, self._cancelled)
+                if endpoint is None:
+                    return
+                try:
+                    self._stream(endpoint, task)
+                except Retryable as error:
+                    self._try_again(task, endpoint, error)
+                finally:
+                    self._router.release(endpoint, members)
+        except Exception as error:  # raised by whoever waits for the completions
+            self.fail(error)
+
+    def _stream(self, endpoint: Endpoint, task: _Task) -> None:
+        request = task.ask()
+        with endpoint.client.sample(request, self._model) as stream, self._registered(stream):
+            for completion in stream:
+                endpoint.admit(completion)
+                self._take(task, completion)
+        if task.members:
+            raise Retryable(
+                f"sample of {request.request_id!r} at {endpoint.address}: expected members {request.members}, the "
+                f"stream ended without tokens of {sorted(task.members)}"
+            )
+
+    def _take(self, task: _Task, completion: Completion) -> None:
+        if completion.member not in task.members:
+            self._counts.add("duplicates")
+            return
+        if completion.finish is Finish.ABORT and not len(completion.tokens):
+            return  # nothing gained: it stays missing
+        task.members.remove(completion.member)
+        task.failures = 0
+        parts = [*task.parts, completion]
+        if completion.finish is Finish.ABORT:
+            self._counts.add("continued")
+            self._submit(_Task(request=task.request, members={completion.member}, parts=parts))
+            return
+        try:
+            self._deliver(stitch(task.request, parts))
+        except ValueError as error:
+            raise Fatal(str(error)) from error
+
+    def _deliver(self, completion: Completion) -> None:
+        with self._lock:
+            self._missing.remove((completion.request_id, completion.member))
+        self._counts.add("completions")
+        self._arrived.put(completion)
+
+    def _try_again(self, task: _Task, endpoint: Endpoint, error: Retryable) -> None:
+        if self._cancelled.is_set():
+            return
+        if not isinstance(error, Busy):
+            endpoint.suspect(error)
+        task.failures += 1
+        task.avoid = endpoint
+        self._counts.add("reissued", len(task.members))
+        if task.failures > self._router.limits.max_failures:
+            raise Retryable(
+                f"sample of {task.request.request_id!r}: expected members {sorted(task.members)} within "
+                f"{self._router.limits.max_failures} repetitions, got none; last: {error}; {self._where()}"
+            ) from error
+        first, longest = _RETRY_SECONDS
+        self._cancelled.wait(random.uniform(0.5, 1.0) * min(first * 2**task.failures, longest))
+
+    @contextlib.contextmanager
+    def _registered(self, stream: Stream[Completion]) -> Iterator[None]:
+        """Has a stream among those that a cancellation ends."""
+        with self._lock:
+            self._streams.add(stream)
+        try:
+            if self._cancelled.is_set():  # too late to be among them
+                stream.cancel()
+            yield
+        finally:
+            with self._lock:
+                self._streams.discard(stream)
+
+    def _where(self) -> str:
+        with self._lock:
+            missing = sorted(self._missing)
+        names = ", ".join(f"{request_id}/{member}" for request_id, member in missing[:_NAMED])
+        more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+        return f"missing: {names}{more}; engines: {self._router.describe()}"

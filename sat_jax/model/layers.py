@@ -1,0 +1,200 @@
+"""One decoder layer in the pieces that training and sampling share: norm, rope, attention, experts.
+
+Parameters are stored as they are given (float32 when trained) and used in the compute type of the config; norms, rope,
+softmax, the router and every accumulation are float32.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from sat_jax.mesh import constrain, spec
+from sat_jax.model.config import PolicyConfig
+from sat_jax.model.experts import DOWN_AXES, UP_AXES, ExpertWeights, apply_experts
+from sat_jax.model.router import route
+from sat_jax.routing import id_dtype
+from sat_jax.shapes import check_shapes
+
+# Logical axes of the attention's weights.
+_INWARD = ("width", "heads", "unsharded")
+_OUTWARD = ("heads", "unsharded", "width")
+# From here on attention runs over blocks of queries, so that no [T, T] array exists.
+_WHOLE_ROW = 1024
+_QUERY_BLOCK = 512
+
+
+def parameter(rngs: nnx.Rngs, mesh: Mesh, shape: tuple[int, ...], axes: tuple[str, ...], scale: float) -> nnx.Param:
+    """A float32 parameter, normal with standard deviation `scale`, sharded along its logical axes."""
+    value = scale * jax.random.normal(rngs.params(), shape, jnp.float32)
+    return nnx.Param(value, out_sharding=spec(*axes), mesh=mesh)
+
+
+def weight(parameter: nnx.Param, mesh: Mesh, axes: tuple[str, ...]) -> jax.Array:
+    """A parameter's value, pinned to its sharding where it is used, so that its gradient is sharded alike."""
+    return constrain(parameter[...], mesh, *axes)
+
+
+def norm_scale(mesh: Mesh, size: int) -> nnx.Param:
+    """The scale of an RMSNorm: ones, unsharded."""
+    return nnx.Param(jnp.ones(size, jnp.float32), out_sharding=spec("unsharded"), mesh=mesh)
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """RMSNorm over the last axis: x / sqrt(mean(x^2) + eps) * scale, in float32; the type of `x` comes back."""
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+def linear(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """An einsum in the type of `x`, accumulated in float32."""
+    product = jnp.einsum(equation, x, weight.astype(x.dtype), preferred_element_type=jnp.float32)
+    return product.astype(x.dtype)
+
+
+def rope(x_BTHC: jax.Array, position_BT: jax.Array, theta: float) -> jax.Array:
+    """Turns channel c against channel c + C/2 by position * theta^(-2c/C) (Hugging Face's half rotation)."""
+    sizes = check_shapes(x_BTHC=x_BTHC, position_BT=position_BT)
+    half = sizes["C"] // 2
+    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = position_BT.astype(jnp.float32)[:, :, None, None] * frequency
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    low, high = jnp.split(x_BTHC.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x_BTHC.dtype)
+
+
+def attend(q_BTHC: jax.Array, k_BSGC: jax.Array, v_BSGC: jax.Array, visible_BTS: jax.Array) -> jax.Array:
+    """Grouped-query attention under a mask; softmax in float32.
+
+    Args:
+      q_BTHC: queries; H is a multiple of G, query head h reads key/value head h // (H / G).
+      k_BSGC: keys.
+      v_BSGC: values.
+      visible_BTS: bool; what each query sees, at least one position.
+
+    Returns:
+      attended_BTHC, in the type of `q_BTHC`.
+    """
+    sizes = check_shapes(q_BTHC=q_BTHC, k_BSGC=k_BSGC, v_BSGC=v_BSGC, visible_BTS=visible_BTS)
+    q = q_BTHC.reshape(*q_BTHC.shape[:2], sizes["G"], -1, sizes["C"])
+    score = jnp.einsum("btgrc,bsgc->bgrts", q, k_BSGC, preferred_element_type=jnp.float32)
+    score = jnp.where(visible_BTS[:, None, None], score / math.sqrt(sizes["C"]), -jnp.inf)
+    weight = jax.nn.softmax(score, axis=-1).astype(q.dtype)
+    attended = jnp.einsum("bgrts,bsgc->btgrc", weight, v_BSGC, preferred_element_type=jnp.float32)
+    return attended.reshape(q_BTHC.shape).astype(q.dtype)
+
+
+def packed_attention(q_BTHC: jax.Array, k_BTGC: jax.Array, v_BTGC: jax.Array, segment_BT: jax.Array) -> jax.Array:
+    """Causal attention within each segment of packed rows.
+
+    Rows longer than 1024 go block by block of queries, each recomputed in the backward pass, so memory is linear in T.
+
+    Args:
+      q_BTHC: queries.
+      k_BTGC: keys.
+      v_BTGC: values.
+      segment_BT: int32; a position sees the earlier positions of its own segment and itself.
+    """
+    sizes = check_shapes(q_BTHC=q_BTHC, k_BTGC=k_BTGC, v_BTGC=v_BTGC, segment_BT=segment_BT)
+    length = sizes["T"]
+    place_T = jnp.arange(length)
+
+    def block(q, segment, place):
+        causal = place[:, None] >= place_T
+        return attend(q, k_BTGC, v_BTGC, causal & (segment[:, :, None] == segment_BT[:, None, :]))
+
+    if length <= _WHOLE_ROW:
+        return block(q_BTHC, segment_BT, place_T)
+    blocks = -(-length // _QUERY_BLOCK)
+    # Queries that fill up the last block repeat the last one and are cut off again.
+    place = jnp.minimum(jnp.arange(blocks * _QUERY_BLOCK), length - 1).reshape(blocks, _QUERY_BLOCK)
+    attended = jax.lax.map(jax.checkpoint(lambda at: block(q_BTHC[:, at], segment_BT[:, at], at)), place)
+    return jnp.moveaxis(attended, 0, 1).reshape(sizes["B"], -1, sizes["H"], sizes["C"])[:, :length]
+
+
+class Layer(nnx.Module):
+    """A decoder layer. `Policy` holds all of them stacked along a leading axis and scans over it."""
+
+    def __init__(self, config: PolicyConfig, rngs: nnx.Rngs, mesh: Mesh) -> None:
+        self.config, self.mesh = config, mesh
+        width, head, hidden = config.width, config.head_dim, config.expert_hidden
+        inward, outward = 1 / math.sqrt(width), 1 / math.sqrt(2 * config.layers)
+        self.attention_norm_D = norm_scale(mesh, width)
+        self.query_DHC = parameter(rngs, mesh, (width, config.query_heads, head), _INWARD, inward)
+        self.key_DGC = parameter(rngs, mesh, (width, config.kv_heads, head), _INWARD, inward)
+        self.value_DGC = parameter(rngs, mesh, (width, config.kv_heads, head), _INWARD, inward)
+        self.query_norm_C = norm_scale(mesh, head)
+        self.key_norm_C = norm_scale(mesh, head)
+        self.output_HCD = parameter(
+            rngs,
+            mesh,
+            (config.query_heads, head, width),
+            _OUTWARD,
+            outward / math.sqrt(config.query_heads * head),
+        )
+        self.feed_norm_D = norm_scale(mesh, width)
+        self.router_DE = parameter(rngs, mesh, (width, config.experts), ("unsharded", "unsharded"), inward)
+        self.gate_EDF = parameter(rngs, mesh, (config.experts, width, hidden), UP_AXES, inward)
+        self.up_EDF = parameter(rngs, mesh, (config.experts, width, hidden), UP_AXES, inward)
+        self.down_EFD = parameter(rngs, mesh, (config.experts, hidden, width), DOWN_AXES, outward / math.sqrt(hidden))
+
+    def project(self, x_BTD: jax.Array, position_BT: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values of normed `x_BTD`: per-head norm of queries and keys, then rope.
+
+        Args:
+          x_BTD: the residual stream.
+          position_BT: position within its own sequence, int32.
+
+        Returns:
+          q_BTHC, k_BTGC, v_BTGC in the compute type.
+        """
+        check_shapes(x_BTD=x_BTD, position_BT=position_BT)
+        eps, theta = self.config.norm_eps, self.config.rope_theta
+        normed_BTD = rms_norm(x_BTD, self.attention_norm_D[...], eps)
+        q_BTHC = linear("btd,dhc->bthc", normed_BTD, weight(self.query_DHC, self.mesh, _INWARD))
+        k_BTGC = linear("btd,dgc->btgc", normed_BTD, weight(self.key_DGC, self.mesh, _INWARD))
+        v_BTGC = linear("btd,dgc->btgc", normed_BTD, weight(self.value_DGC, self.mesh, _INWARD))
+        q_BTHC = rope(rms_norm(q_BTHC, self.query_norm_C[...], eps), position_BT, theta)
+        k_BTGC = rope(rms_norm(k_BTGC, self.key_norm_C[...], eps), position_BT, theta)
+        return q_BTHC, k_BTGC, v_BTGC
+
+    def merge(self, x_BTD: jax.Array, attended_BTHC: jax.Array) -> jax.Array:
+        """Adds the projected attention to the residual stream."""
+        check_shapes(x_BTD=x_BTD, attended_BTHC=attended_BTHC)
+        return x_BTD + linear("bthc,hcd->btd", attended_BTHC, weight(self.output_HCD, self.mesh, _OUTWARD))
+
+    def feed_forward(
+        self,
+        x_BTD: jax.Array,
+        experts_BTK: jax.Array,
+        present_BT: jax.Array,
+        real_BT: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Routes the normed residual stream through its experts and adds the result.
+
+        Args:
+          x_BTD: the residual stream.
+          experts_BTK: ids to replay.
+          present_BT: bool; where False the position routes freely.
+          real_BT: bool; where False (padding, an idle slot) the experts are not run; None = all are real.
+
+        Returns:
+          x_BTD, the used ids experts_BTK (smallest unsigned type), and agreement_BT (see `router.route`).
+        """
+        sizes = check_shapes(x_BTD=x_BTD, experts_BTK=experts_BTK, present_BT=present_BT, real_BT=real_BT)
+        tokens = sizes["B"] * sizes["T"]
+        normed_ND = rms_norm(x_BTD, self.feed_norm_D[...], self.config.norm_eps).reshape(tokens, -1)
+        score_NE = jnp.matmul(
+            normed_ND.astype(jnp.float32), self.router_DE[...].astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
+        )
+        ids_NK, weight_NK, agreement_N = route(
+            score_NE, experts_BTK.reshape(tokens, -1), present_BT.reshape(tokens), self.config
+        )
+        used_N = jnp.ones(tokens, bool) if real_BT is None else real_BT.reshape(tokens)
+        weights = ExpertWeights(gate_EDF=self.gate_EDF[...], up_EDF=self.up_EDF[...], down_EFD=self.down_EFD[...])
+        out_ND = apply_experts(normed_ND, ids_NK, weight_NK, used_N, weights, self.mesh)
+        used_BTK = ids_NK.astype(id_dtype(self.config.experts)).reshape(experts_BTK.shape)
+        return x_BTD + out_ND.reshape(x_BTD.shape), used_BTK, agreement_N.reshape(present_BT.shape)

@@ -1,0 +1,179 @@
+"""The policy: tokens (and a routing trace) to hidden states and the trace that was used."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from sat_jax.logprob import token_logp
+from sat_jax.mesh import check_divides, constrain, one_device_mesh
+from sat_jax.model.config import PolicyConfig
+from sat_jax.model.layers import Layer, norm_scale, packed_attention, parameter, rms_norm, weight
+from sat_jax.routing import free_trace
+from sat_jax.shapes import check_shapes
+from sat_jax.types import PolicyOutput, RoutingTrace, TokenBatch
+
+_EMBEDDING = ("vocabulary", "unsharded")
+_HEAD = ("unsharded", "vocabulary")
+
+
+class Policy(nnx.Module):
+    """A Qwen3-MoE decoder.
+
+    Args:
+      config: the architecture.
+      rngs: source of the initial parameters; None = `nnx.Rngs(0)`.
+      mesh: where it lives; None = one device under the four axis names. No ambient mesh is needed.
+
+    Attributes:
+      layers: one `Layer` whose parameters carry a leading axis of layers; see `over_layers`.
+
+    Raises:
+      ValueError: the mesh does not divide the vocabulary, the width, the heads or the experts.
+    """
+
+    def __init__(self, config: PolicyConfig, rngs: nnx.Rngs | None = None, mesh: Mesh | None = None) -> None:
+        rngs = nnx.Rngs(0) if rngs is None else rngs
+        mesh = one_device_mesh() if mesh is None else mesh
+        check_divides(mesh, "vocabulary", vocab_size=config.vocab_size)
+        check_divides(mesh, "width", width=config.width)
+        check_divides(mesh, "heads", query_heads=config.query_heads, kv_heads=config.kv_heads)
+        check_divides(mesh, "expert", experts=config.experts)
+        check_divides(mesh, "expert_hidden", expert_hidden=config.expert_hidden)
+        self.config, self.mesh = config, mesh
+        scale = 1 / math.sqrt(config.width)
+        self.embedding_VD = parameter(rngs, mesh, (config.vocab_size, config.width), _EMBEDDING, scale)
+        stack = nnx.vmap(
+            lambda layer_rngs: Layer(config, layer_rngs, mesh),
+            in_axes=0,
+            out_axes=0,
+            axis_size=config.layers,
+            transform_metadata={nnx.PARTITION_NAME: None},
+        )
+        self.layers = stack(rngs.split(config.layers))
+        self.final_norm_D = norm_scale(mesh, config.width)
+        if not config.tie_embeddings:
+            self.unembedding_DV = parameter(rngs, mesh, (config.width, config.vocab_size), _HEAD, scale)
+
+    @property
+    def head_DV(self) -> jax.Array:
+        """The output head as it is stored (uncast): its own parameter, or the transposed embedding when tied."""
+        if self.config.tie_embeddings:
+            return weight(self.embedding_VD, self.mesh, _EMBEDDING).T
+        return weight(self.unembedding_DV, self.mesh, _HEAD)
+
+    def embed(self, input_BT: jax.Array) -> jax.Array:
+        """Embeds tokens: x_BTD in the compute type; NaN for a token outside the vocabulary."""
+        check_shapes(input_BT=input_BT)
+        table_VD = weight(self.embedding_VD, self.mesh, _EMBEDDING)
+        x_BTD = jnp.take(table_VD, input_BT, axis=0, mode="fill").astype(self.config.dtype)
+        return constrain(x_BTD, self.mesh, "batch", "unsharded", "unsharded")
+
+    def final(self, x_BTD: jax.Array) -> jax.Array:
+        """The last norm: hidden_BTD from the residual stream after all layers."""
+        check_shapes(x_BTD=x_BTD)
+        return rms_norm(x_BTD, self.final_norm_D[...], self.config.norm_eps)
+
+    def logits(self, hidden_BTD: jax.Array) -> jax.Array:
+        """Next-token logits logits_BTV, float32, at temperature 1. For `score` no such array is made."""
+        check_shapes(hidden_BTD=hidden_BTD)
+        head_DV = self.head_DV.astype(hidden_BTD.dtype)
+        return jnp.einsum("btd,dv->btv", hidden_BTD, head_DV, preferred_element_type=jnp.float32)
+
+    def over_layers(
+        self, body: Callable[[Layer, Any, Any], tuple[Any, Any]], carry: Any, per_layer: Any
+    ) -> tuple[Any, Any]:
+        """Scans the layers in forward order.
+
+        Args:
+          body: `(layer, carry, item) -> (carry, out)`, traced once.
+          carry: e.g. the residual stream.
+          per_layer: a pytree whose leaves lead with the axis of layers, one item a layer; None = nothing.
+
+        Returns:
+          The last carry, and the outs stacked along a leading axis of layers.
+        """
+
+        def step(carry: Any, item: tuple[Layer, Any]) -> tuple[Any, Any]:
+            return body(item[0], carry, item[1])
+
+        return jax.lax.scan(step, carry, (self.layers, per_layer))
+
+    def __call__(
+        self,
+        input_BT: jax.Array,
+        segment_BT: jax.Array,
+        position_BT: jax.Array,
+        trace: RoutingTrace | None = None,
+    ) -> tuple[jax.Array, RoutingTrace]:
+        """Runs packed rows through the layers.
+
+        Args:
+          input_BT: tokens, int32.
+          segment_BT: int32; 0 = padding, which influences nothing and costs no expert; equal numbers attend.
+          position_BT: position within its own sequence, int32.
+          trace: routes to replay; None is a trace with nothing present (and then another program than with one).
+
+        Returns:
+          hidden_BTD after the last norm, in the compute type; and the routes that were used, present where real.
+
+        Raises:
+          ValueError: a shape contradicts its suffix or the config, or the mesh does not divide the rows.
+        """
+        hidden_BTD, used, _ = self._run(input_BT, segment_BT, position_BT, trace)
+        return hidden_BTD, used
+
+    def score(self, batch: TokenBatch, temperature: float | jax.Array = 1.0) -> PolicyOutput:
+        """Log-prob and entropy of every target under the routes of the batch's trace.
+
+        Args:
+          batch: packed rows.
+          temperature: what the logits are divided by, > 0; the sampler's.
+        """
+        hidden_BTD, used, agreement_BT = self._run(batch.input_BT, batch.segment_BT, batch.position_BT, batch.trace)
+        logp_BT, entropy_BT = token_logp(hidden_BTD, self.head_DV, batch.target_BT, temperature=temperature)
+        return PolicyOutput(logp_BT=logp_BT, entropy_BT=entropy_BT, trace=used, agreement_BT=agreement_BT)
+
+    def _run(
+        self, input_BT: jax.Array, segment_BT: jax.Array, position_BT: jax.Array, trace: RoutingTrace | None
+    ) -> tuple[jax.Array, RoutingTrace, jax.Array]:
+        config = self.config
+        rows, length = input_BT.shape
+        if trace is None:
+            trace = free_trace(config.layers, rows, length, config.experts_per_token, config.experts)
+        self._check(input_BT, segment_BT, position_BT, trace)
+        real_BT = segment_BT != 0
+        present_BT = trace.present_BT & real_BT
+
+        def run_layer(layer: Layer, x_BTD: jax.Array, experts_BTK: jax.Array) -> tuple[jax.Array, Any]:
+            q_BTHC, k_BTGC, v_BTGC = layer.project(x_BTD, position_BT)
+            x_BTD = layer.merge(x_BTD, packed_attention(q_BTHC, k_BTGC, v_BTGC, segment_BT))
+            x_BTD, used_BTK, agreement_BT = layer.feed_forward(x_BTD, experts_BTK, present_BT, real_BT)
+            return constrain(x_BTD, self.mesh, "batch", "unsharded", "unsharded"), (used_BTK, agreement_BT)
+
+        # Inside a scan nothing is there to be eliminated as common, and the barrier against it costs time.
+        body = run_layer if config.remat == "none" else jax.checkpoint(run_layer, prevent_cse=False)
+        x_BTD, (used_LBTK, agreement_LBT) = self.over_layers(body, self.embed(input_BT), trace.experts_LBTK)
+        used = RoutingTrace(experts_LBTK=used_LBTK, present_BT=real_BT)
+        return self.final(x_BTD), used, agreement_LBT.mean(0)
+
+    def _check(self, input_BT: jax.Array, segment_BT: jax.Array, position_BT: jax.Array, trace: RoutingTrace) -> None:
+        sizes = check_shapes(
+            input_BT=input_BT,
+            segment_BT=segment_BT,
+            position_BT=position_BT,
+            experts_LBTK=trace.experts_LBTK,
+            present_BT=trace.present_BT,
+        )
+        expected = {"L": self.config.layers, "K": self.config.experts_per_token}
+        for letter, size in expected.items():
+            if sizes[letter] != size:
+                raise ValueError(
+                    f"trace.experts_LBTK: expected {letter} = {size} (the policy's), got {sizes[letter]} in shape "
+                    f"{tuple(trace.experts_LBTK.shape)}"
+                )
+        check_divides(self.mesh, "batch", rows=sizes["B"])

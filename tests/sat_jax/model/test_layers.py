@@ -1,0 +1,118 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sat_jax.model.layers import attend, packed_attention, rms_norm, rope
+from tests.reference.policy_twin import softmax, turn
+
+ROWS, LENGTH, HEADS, KEYS, CHANNELS = 2, 9, 4, 2, 6
+_packed = jax.jit(packed_attention)
+
+
+def qkv(seed, rows=ROWS, length=LENGTH, heads=HEADS, keys=KEYS, channels=CHANNELS):
+    draw = np.random.default_rng(seed)
+    return tuple(draw.normal(size=(rows, length, n, channels)).astype(np.float32) for n in (heads, keys, keys))
+
+
+def attention_twin(q, k, v, segment):
+    out = np.zeros_like(q)
+    for b, t, h in np.ndindex(*q.shape[:3]):
+        g = h // (q.shape[2] // k.shape[2])
+        seen = [s for s in range(t + 1) if segment[b, s] == segment[b, t]]
+        out[b, t, h] = softmax(k[b, seen, g] @ q[b, t, h] / np.sqrt(q.shape[-1])) @ v[b, seen, g]
+    return out
+
+
+def test_rms_norm_by_hand():
+    # mean square of (3, 4) is 12.5; with eps 12.5 the divisor is 5.
+    np.testing.assert_allclose(rms_norm(jnp.array([3.0, 4.0]), jnp.array([1.0, 10.0]), 12.5), [0.6, 8.0], rtol=1e-6)
+
+
+def test_rms_norm_of_bfloat16_is_taken_in_float32():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(5, 64)), jnp.bfloat16)
+    scale = jnp.linspace(0.5, 2, 64)
+    got = rms_norm(x, scale, 1e-6)
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(got, rms_norm(x.astype(jnp.float32), scale, 1e-6).astype(jnp.bfloat16))
+
+
+def test_rope_equals_the_half_rotation():
+    x = np.random.default_rng(1).normal(size=(1, 5, 3, 8)).astype(np.float32)
+    position = np.array([[0, 1, 2, 7, 300]], np.int32)
+    expected = np.array([[turn(x[0, t, h], position[0, t], 100.0) for h in range(3)] for t in range(5)])
+    np.testing.assert_allclose(rope(x, position, 100.0)[0], expected, atol=2e-5)
+    np.testing.assert_array_equal(rope(x, position, 100.0)[0, 0], x[0, 0])
+
+
+@given(st.integers(0, 1000), st.integers(0, 1000))
+@settings(max_examples=15, deadline=None)
+def test_rotated_products_depend_on_the_distance_alone(first, shift):
+    x = np.random.default_rng(2).normal(size=(1, 2, 1, 8)).astype(np.float32)
+
+    def product(a, b):
+        q, k = rope(x, np.array([[a, b]]), 10000.0)[0, :, 0]
+        return float(q @ k)
+
+    np.testing.assert_allclose(product(first + shift, first), product(shift, 0), atol=2e-3)
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=15, deadline=None)
+def test_packed_attention_is_causal_within_each_segment(seed):
+    q, k, v = qkv(seed)
+    segment = np.sort(np.random.default_rng(seed).integers(1, 4, (ROWS, LENGTH)), -1).astype(np.int32)
+    segment[:, -2:] = 0
+    np.testing.assert_allclose(_packed(q, k, v, segment), attention_twin(q, k, v, segment), atol=2e-6)
+
+
+def test_nothing_bleeds_between_segments():
+    q, k, v = qkv(3)
+    segment = np.array([[1, 1, 1, 2, 2, 2, 2, 0, 0]] * ROWS, np.int32)
+    plain = _packed(q, k, v, segment)
+    for touched in (slice(0, 3), slice(7, 9)):
+        other_k, other_v = k.copy(), v.copy()
+        other_k[:, touched], other_v[:, touched] = 1e4, -1e4
+        np.testing.assert_array_equal(_packed(q, other_k, other_v, segment)[:, 3:7], plain[:, 3:7])
+
+
+def test_later_positions_are_not_seen():
+    q, k, v = qkv(4)
+    segment = np.ones((ROWS, LENGTH), np.int32)
+    other_k, other_v = k.copy(), v.copy()
+    other_k[:, 5:], other_v[:, 5:] = 7.0, 7.0
+    np.testing.assert_array_equal(_packed(q, other_k, other_v, segment)[:, :5], _packed(q, k, v, segment)[:, :5])
+
+
+def test_long_rows_go_by_blocks_and_give_the_same_value_and_gradients():
+    length = 1100
+    q, k, v = qkv(5, rows=1, length=length, heads=2, keys=1, channels=4)
+    segment = jnp.asarray(np.sort(np.random.default_rng(6).integers(1, 5, (1, length)), -1), jnp.int32)
+    visible = (np.arange(length)[:, None] >= np.arange(length)) & (segment[:, :, None] == segment[:, None, :])
+    pull = np.random.default_rng(7).normal(size=q.shape).astype(np.float32)
+
+    def loss(function):
+        total = jax.value_and_grad(lambda q, k, v: (function(q, k, v) * pull).sum(), argnums=(0, 1, 2))
+        return jax.jit(total)(*map(jnp.asarray, (q, k, v)))
+
+    blocked = loss(lambda q, k, v: packed_attention(q, k, v, segment))
+    whole = loss(lambda q, k, v: attend(q, k, v, visible))
+    for got, expected in zip(jax.tree.leaves(blocked), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=2e-4)
+
+
+def test_long_rows_need_no_square_array():
+    length = 16384
+    q, kv = jax.ShapeDtypeStruct((1, length, 2, 4), jnp.float32), jax.ShapeDtypeStruct((1, length, 1, 4), jnp.float32)
+    loss = jax.grad(lambda q, k, v, s: packed_attention(q, k, v, s).sum(), argnums=(0, 1, 2))
+    compiled = jax.jit(loss).lower(q, kv, kv, jax.ShapeDtypeStruct((1, length), jnp.int32)).compile()
+    scores_of_one_head = 4 * length * length
+    assert compiled.memory_analysis().temp_size_in_bytes < scores_of_one_head / 2
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_attention_answers_in_the_type_it_was_asked_in(dtype):
+    q, k, v = (jnp.asarray(a, dtype) for a in qkv(8))
+    assert attend(q, k, v, jnp.ones((ROWS, LENGTH, LENGTH), bool)).dtype == dtype

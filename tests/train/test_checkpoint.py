@@ -1,0 +1,160 @@
+import dataclasses
+import os
+import subprocess
+import sys
+import textwrap
+
+import jax
+import numpy as np
+import pytest
+
+from sat_jax.mesh import MeshConfig, make_mesh
+from sat_jax.model import PolicyConfig
+from tests.reference.rollouts import make_group
+from train.buffer import BufferSnapshot
+from train.checkpoint import Checkpoints, Cut, Identity, flatten, read_meta
+from train.state import OptimConfig, TrainState, init_policy, init_state
+
+IDENTITY = Identity(policy="p", tokenizer="t", data="d", reference="r")
+POLICY = PolicyConfig(
+    vocab_size=8,
+    width=8,
+    layers=2,
+    query_heads=2,
+    kv_heads=1,
+    head_dim=4,
+    experts=2,
+    experts_per_token=1,
+    expert_hidden=8,
+)
+
+
+def make_state(seed=0, devices=1):
+    mesh = make_mesh(MeshConfig(data=devices), jax.devices()[:devices])
+    _, params = init_policy(POLICY, seed, mesh)
+    return init_state(params, OptimConfig(peak_lr=1e-3).transformation(), mesh)
+
+
+def make_cut(version=3, seed=0):
+    state = dataclasses.replace(make_state(seed), version=version)
+    groups = (make_group(6), make_group(7, counts=(1, 4)))
+    snapshot = BufferSnapshot(next_ticket=9, groups=groups, lost=(8,), dropped={"too old": 2})
+    return Cut(identity=IDENTITY, state=state, buffer=snapshot, counters={"before/entropy": 0.5})
+
+
+def assert_same_state(left: TrainState, right: TrainState):
+    assert left.version == right.version
+    for (name, a), (other, b) in zip(flatten(left).items(), flatten(right).items(), strict=True):
+        assert name == other
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_a_cut_comes_back_bit_for_bit(tmp_path):
+    cut = make_cut()
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.save(cut)
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        back = checkpoints.restore(make_state(seed=1), IDENTITY)
+    assert back is not None
+    assert_same_state(back.state, cut.state)
+    assert back.counters == cut.counters
+    assert (back.buffer.next_ticket, back.buffer.lost, back.buffer.dropped) == (9, (8,), {"too old": 2})
+    for saved, found in zip(cut.buffer.groups, back.buffer.groups, strict=True):
+        assert saved.ticket == found.ticket
+        np.testing.assert_array_equal(saved.reward_M, found.reward_M)
+        for left, right in zip(saved.completions, found.completions, strict=True):
+            np.testing.assert_array_equal(left.behavior_logp, right.behavior_logp)
+            np.testing.assert_array_equal(left.trace.experts_TLK, right.trace.experts_TLK)
+
+
+def test_a_cut_is_restored_onto_another_mesh(tmp_path):
+    cut = make_cut()
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(cut)
+        back = checkpoints.restore(make_state(seed=1, devices=4), IDENTITY)
+    assert back is not None
+    assert_same_state(back.state, cut.state)
+    assert len(jax.tree.leaves(back.state.params)[0].sharding.device_set) == 4
+
+
+def test_there_is_nothing_to_restore_in_an_empty_folder(tmp_path):
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        assert checkpoints.latest() is None
+        assert checkpoints.restore(make_state(), IDENTITY) is None
+
+
+def test_the_newest_ones_are_kept(tmp_path):
+    cut = make_cut()
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        for version in (1, 2, 3):
+            checkpoints.save(dataclasses.replace(cut, state=dataclasses.replace(cut.state, version=version)))
+        assert checkpoints.latest() == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]
+    assert read_meta(tmp_path, 3)["version"] == 3
+
+
+@pytest.mark.parametrize("what", ["policy", "tokenizer", "data", "reference"])
+def test_a_checkpoint_of_something_else_is_refused(tmp_path, what):
+    other = dataclasses.replace(IDENTITY, **{what: "another"})
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(make_cut())
+        with pytest.raises(ValueError, match=rf"checkpoint 3: expected the {what} of this run \(another\), got"):
+            checkpoints.restore(make_state(), other)
+
+
+def test_a_half_written_save_does_not_count_and_is_cleaned(tmp_path):
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.save(make_cut())
+    # What a process leaves that is killed while it saves.
+    (tmp_path / "7.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        assert checkpoints.latest() == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["3"]
+
+
+def test_a_full_disk_is_one_clear_error_and_the_earlier_checkpoint_stays(tmp_path):
+    script = """
+        import resource, signal, sys
+        from pathlib import Path
+        import dataclasses
+        from tests.train.test_checkpoint import IDENTITY, make_cut, make_state
+        from train.checkpoint import Checkpoints
+        cut = make_cut()
+        with Checkpoints(Path(sys.argv[1]), keep=2) as checkpoints:
+            checkpoints.save(cut)
+            # The kernel refuses to let a file grow: what a full disk looks like to every library below us.
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+            try:
+                checkpoints.save(dataclasses.replace(cut, state=dataclasses.replace(cut.state, version=4)))
+            except OSError as error:
+                print("error:", error)
+            print("latest:", checkpoints.latest())
+    """
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=True,
+        env=environment,
+    )
+    assert "error: checkpoint: version 4 could not be written under" in done.stdout
+    assert "File too large" in done.stdout
+    assert "free some space" in done.stdout
+    assert "latest: 3" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["3"]
+
+
+def test_damaged_groups_are_noticed(tmp_path):
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(make_cut())
+    meta = tmp_path / "3" / "meta" / "metadata"
+    digest = read_meta(tmp_path, 3)["groups"]["digest"]
+    meta.write_text(meta.read_text().replace(digest, "0" * len(digest)))
+    with (
+        Checkpoints(tmp_path, keep=1) as checkpoints,
+        pytest.raises(ValueError, match="the file is damaged: delete that folder"),
+    ):
+        checkpoints.restore(make_state(), IDENTITY)

@@ -1,0 +1,117 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from train.staleness import Schedule, ScheduleConfig
+
+schedules = st.builds(
+    Schedule,
+    lag=st.integers(0, 9),
+    steps=st.integers(1, 60),
+    groups_per_step=st.integers(1, 5),
+)
+laws = settings(max_examples=150, deadline=None)
+
+
+def test_the_schedule_of_lag_4_worked_by_hand():
+    plan = Schedule(lag=4, steps=14, groups_per_step=2)
+    assert [plan.sampled_by(step) for step in range(14)] == [0, 0, 0, 0, 0, 0, 0, 0, 4, 4, 4, 4, 8, 8]
+    assert [version for version in range(15) if plan.publishes(version)] == [0, 4, 8]
+    assert plan.tickets_of_version(0) == range(0, 16)
+    assert plan.tickets_of_version(4) == range(16, 24)
+    assert plan.tickets_of_version(8) == range(24, 28)  # the tail: two steps of two groups
+    assert plan.tickets_of_version(5) == range(0)
+    assert plan.tickets_before_publish(4) == range(0, 16)
+    assert plan.tickets_before_publish(8) == range(0, 24)
+    assert plan.tickets_before_publish(0) == range(0)
+    assert [version for version in range(15) if plan.is_edge(version)] == [0, 4, 8, 12, 14]
+    assert (plan.max_lag, plan.window_steps) == (7, 4)
+
+
+def test_lag_0_is_synchronous():
+    plan = Schedule(lag=0, steps=3, groups_per_step=2)
+    assert [plan.sampled_by(step) for step in range(3)] == [0, 1, 2]
+    assert [plan.tickets_of_version(version) for version in range(4)] == [
+        range(0, 2),
+        range(2, 4),
+        range(4, 6),
+        range(6, 6),
+    ]
+    assert [plan.publishes(version) for version in range(4)] == [True, True, True, False]
+    assert all(plan.is_edge(version) for version in range(4))
+    assert plan.max_lag == 0
+
+
+@laws
+@given(plan=schedules)
+def test_the_lag_of_every_step_is_n_to_2n_less_1_from_the_second_window_on(plan):
+    for step in range(plan.steps):
+        lag = step - plan.sampled_by(step)
+        assert 0 <= lag <= plan.max_lag
+        if plan.lag and step >= plan.lag:
+            assert plan.lag <= lag <= 2 * plan.lag - 1
+        if plan.lag and step < plan.lag:
+            assert lag == step
+
+
+@laws
+@given(plan=schedules)
+def test_every_ticket_is_sampled_once_by_the_version_of_its_step(plan):
+    sampled = {}
+    for version in range(plan.steps + 1):
+        for ticket in plan.tickets_of_version(version):
+            assert ticket not in sampled
+            sampled[ticket] = version
+    assert sorted(sampled) == list(range(plan.steps * plan.groups_per_step))
+    for step in range(plan.steps):
+        for ticket in plan.tickets_of_step(step):
+            assert sampled[ticket] == plan.sampled_by(step)
+
+
+@laws
+@given(plan=schedules)
+def test_published_versions_sample_their_tickets_in_order_and_are_edges(plan):
+    published = [version for version in range(plan.steps + 1) if plan.publishes(version)]
+    next_ticket = 0
+    for version in published:
+        assert plan.is_edge(version)
+        assert plan.tickets_before_publish(version) == range(0, next_ticket)
+        assert plan.tickets_of_version(version).start == next_ticket
+        next_ticket = plan.tickets_of_version(version).stop
+    assert published[0] == 0
+
+
+@laws
+@given(plan=schedules)
+def test_a_step_never_needs_tickets_that_only_a_later_version_samples(plan):
+    for step in range(plan.steps):
+        assert plan.sampled_by(step) <= step
+        live = [version for version in range(step + 1) if plan.publishes(version)]
+        assert plan.tickets_of_step(step).stop <= plan.tickets_of_version(max(live)).stop
+
+
+@laws
+@given(plan=schedules, every=st.integers(1, 25))
+def test_what_is_due_every_so_often_is_done_once_per_period_at_the_first_edge_in_it(plan, every):
+    due = [version for version in range(1, plan.steps + 1) if plan.due(version, every)]
+    edges = [version for version in range(1, plan.steps + 1) if plan.is_edge(version)]
+    expected = []
+    passed = 0  # multiples of `every` that have been served
+    for edge in edges:
+        if edge // every > passed:
+            expected.append(edge)
+            passed = edge // every
+    assert due == expected
+
+
+def test_nothing_is_due_when_every_is_0_or_before_the_first_step():
+    plan = Schedule(lag=0, steps=5, groups_per_step=1)
+    assert not any(plan.due(version, 0) for version in range(6))
+    assert not plan.due(0, 1)
+
+
+def test_a_negative_lag_is_refused():
+    with pytest.raises(ValueError, match=r"schedule\.lag: expected at least 0, got -1"):
+        ScheduleConfig(mode="batch_wise", lag=-1)
+    with pytest.raises(ValueError, match=r"schedule\.lag: expected at least 0, got -1"):
+        Schedule(lag=-1, steps=1, groups_per_step=1)

@@ -1,0 +1,328 @@
+"""Groups -> packed, aligned token batches -> the mesh. Input and target are split here, once; nobody shifts afterwards.
+
+A sequence of prompt and completion, P + N tokens, becomes P + N - 1 positions: position t feeds token t and predicts
+token t + 1. An engine routes exactly the tokens that it feeds, so row r of its trace is position `first_row + r`.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from rollout_bridge.messages import Completion, Finish
+from sat_jax.advantages import AdvantageConfig, group_advantages
+from sat_jax.mesh import batch_sharding
+from sat_jax.routing import id_dtype
+from sat_jax.types import RoutingTrace, TokenBatch
+from train.groups import Group
+from train.strict_toml import Range, check_fields
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BatchConfig:
+    """Sizes of an optimizer step and of its microbatches.
+
+    Attributes:
+      groups_per_step: P, prompts of one optimizer step.
+      group_size: M, completions of one prompt.
+      row_length: T, tokens of a packed row; the longest prompt and completion.
+      rows: B, rows of one microbatch; a step takes as many microbatches as its tokens fill.
+    """
+
+    groups_per_step: Annotated[int, Range(at_least=1)]
+    group_size: Annotated[int, Range(at_least=1)]
+    row_length: Annotated[int, Range(at_least=2)]
+    rows: Annotated[int, Range(at_least=1)]
+
+    def __post_init__(self) -> None:
+        check_fields(self, "batch")
+        if self.group_size == 1:
+            raise ValueError(
+                "batch.group_size: expected at least 2, got 1; the advantage compares a group's members, and groups of "
+                "one have none to compare with"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class AssembleConfig:
+    """What a batch must look like.
+
+    Attributes:
+      batch: sizes.
+      advantage: how rewards become advantages.
+      vocab_size: V.
+      moe_layers, experts, experts_per_token: L, E, K of a trace.
+      temperature: the one log-prob definition that the trainer reproduces: at this temperature, before truncation.
+      replay: whether traces are replayed; if not, every position routes freely and no trace is looked at.
+    """
+
+    batch: BatchConfig
+    advantage: AdvantageConfig
+    vocab_size: int
+    moe_layers: int
+    experts: int
+    experts_per_token: int
+    temperature: float
+    replay: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class AssembleStats:
+    """What was assembled.
+
+    Attributes:
+      sequences: completions.
+      positions: input positions in use.
+      fill: share of the microbatches' positions that are in use, in [0, 1].
+      tokens: active (trained) tokens.
+      missing: positions that were to be replayed and had no route.
+      truncated: completions cut at max_new_tokens.
+      reward_mean: over all completions.
+      zero_std: share of groups whose advantages are all zero, in [0, 1].
+      lags: active tokens by lag.
+    """
+
+    sequences: int
+    positions: int
+    fill: float
+    tokens: int
+    missing: int
+    truncated: int
+    reward_mean: float
+    zero_std: float
+    lags: Mapping[int, int]
+
+    def metrics(self) -> dict[str, float]:
+        """As metrics of the step that trains on it; what the loss itself reports (tokens, lag, routes) is not here."""
+        return {
+            "reward/mean": self.reward_mean,
+            "reward/zero_std": self.zero_std,
+            "length/mean": self.tokens / self.sequences,
+            "length/truncated": self.truncated / self.sequences,
+            "pack/fill": self.fill,
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Assembled:
+    """Host microbatches (NumPy leaves), equally shaped, and what is in them."""
+
+    microbatches: tuple[TokenBatch, ...]
+    stats: AssembleStats
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Sequence:
+    """A prompt with one completion, ready to be written into a row."""
+
+    tokens: np.ndarray
+    prompt_length: int
+    completion: Completion
+    advantage: np.float32
+
+    @property
+    def positions(self) -> int:
+        return len(self.tokens) - 1
+
+
+def assemble(groups: Sequence[Group], version: int, config: AssembleConfig) -> Assembled:
+    """Checks groups, computes advantages and packs every sequence, whole, into rows.
+
+    Args:
+      groups: of one optimizer step.
+      version: of the trainer; a token's lag is counted from it.
+      config: what the batch must look like.
+
+    Returns:
+      As many microbatches of [rows, row_length] as the rows fill, the last one padded; a function of the arguments.
+
+    Raises:
+      ValueError: a group is not what it should be; group and member are named.
+    """
+    if not groups:
+        raise ValueError("batch: expected at least one group, got none")
+    for group in groups:
+        _check_group(group, version, config)
+    reward_PM = np.stack([group.reward_M for group in groups])
+    advantage_PM = np.asarray(group_advantages(reward_PM, config.advantage))
+    sequences = [
+        _Sequence(
+            tokens=np.concatenate([group.prompt_tokens, completion.tokens]),
+            prompt_length=len(group.prompt_tokens),
+            completion=completion,
+            advantage=advantage_PM[p, m],
+        )
+        for p, group in enumerate(groups)
+        for m, completion in enumerate(group.completions)
+    ]
+    packed = pack([sequence.positions for sequence in sequences], config.batch.row_length)
+    rows = [[sequences[index] for index in row] for row in packed]
+    size = config.batch.rows
+    microbatches = tuple(
+        _microbatch(rows[first : first + size], version, config) for first in range(0, len(rows), size)
+    )
+    stats = _stats(sequences, microbatches, reward_PM, advantage_PM, version, config)
+    return Assembled(microbatches=microbatches, stats=stats)
+
+
+def place(microbatches: Sequence[TokenBatch], mesh: Mesh) -> tuple[TokenBatch, ...]:
+    """Puts host microbatches on the mesh, their rows cut along its batch axes."""
+    row, routed = batch_sharding(mesh), batch_sharding(mesh, leading=1)
+    names = [field.name for field in dataclasses.fields(TokenBatch) if field.name != "trace"]
+    trace: Any = RoutingTrace(experts_LBTK=routed, present_BT=row)  # type: ignore[arg-type]
+    shardings = TokenBatch(**dict.fromkeys(names, row), trace=trace)  # type: ignore[arg-type]
+    return tuple(jax.device_put(micro, shardings) for micro in microbatches)
+
+
+def pack(lengths: Sequence[int], row_length: int) -> list[list[int]]:
+    """First-fit decreasing: the longest sequence first, each into the first row that has room.
+
+    At most 11/9 of the best possible number of rows, and one (Dosa 2007). Equal lengths keep their order.
+
+    Args:
+      lengths: positions of each sequence, in [1, row_length].
+      row_length: positions of a row.
+
+    Returns:
+      The indices of the sequences of each row.
+    """
+    rows: list[list[int]] = []
+    free = np.zeros(len(lengths), np.int64)  # room in each row that is open
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        fits = free[: len(rows)] >= lengths[index]
+        row = int(np.argmax(fits)) if fits.any() else len(rows)
+        if row == len(rows):
+            rows.append([])
+            free[row] = row_length
+        rows[row].append(index)
+        free[row] -= lengths[index]
+    return rows
+
+
+def _microbatch(rows: Sequence[Sequence[_Sequence]], version: int, config: AssembleConfig) -> TokenBatch:
+    shape = (config.batch.rows, config.batch.row_length)
+    experts_LBTK = np.zeros((config.moe_layers, *shape, config.experts_per_token), id_dtype(config.experts))
+    present_BT = np.zeros(shape, bool)
+    arrays: dict[str, Any] = {
+        "input_BT": np.zeros(shape, np.int32),
+        "target_BT": np.zeros(shape, np.int32),
+        "segment_BT": np.zeros(shape, np.int32),
+        "position_BT": np.zeros(shape, np.int32),
+        "loss_mask_BT": np.zeros(shape, bool),
+        "behavior_logp_BT": np.zeros(shape, np.float32),
+        "advantage_BT": np.zeros(shape, np.float32),
+        "lag_BT": np.zeros(shape, np.int32),
+    }
+    for b, row in enumerate(rows):
+        start = 0
+        for segment, sequence in enumerate(row, start=1):
+            end = start + sequence.positions
+            arrays["input_BT"][b, start:end] = sequence.tokens[:-1]
+            arrays["target_BT"][b, start:end] = sequence.tokens[1:]
+            arrays["segment_BT"][b, start:end] = segment
+            arrays["position_BT"][b, start:end] = np.arange(sequence.positions)
+            # The last prompt token is the first position whose target was sampled.
+            sampled = slice(start + sequence.prompt_length - 1, end)
+            arrays["loss_mask_BT"][b, sampled] = True
+            arrays["behavior_logp_BT"][b, sampled] = sequence.completion.behavior_logp
+            arrays["advantage_BT"][b, sampled] = sequence.advantage
+            arrays["lag_BT"][b, sampled] = version - sequence.completion.version
+            trace = sequence.completion.trace
+            if config.replay and trace is not None:
+                experts_LBTK[:, b, start + trace.first_row : end] = trace.experts_TLK.transpose(1, 0, 2)
+                present_BT[b, start + trace.first_row : end] = True
+            start = end
+    trace: Any = RoutingTrace(experts_LBTK=experts_LBTK, present_BT=present_BT)  # type: ignore[arg-type]
+    return TokenBatch(**arrays, trace=trace)
+
+
+def _stats(
+    sequences: Sequence[_Sequence],
+    microbatches: Sequence[TokenBatch],
+    reward_PM: np.ndarray,
+    advantage_PM: np.ndarray,
+    version: int,
+    config: AssembleConfig,
+) -> AssembleStats:
+    completions = [sequence.completion for sequence in sequences]
+    lags = Counter((version - np.concatenate([completion.version for completion in completions])).tolist())
+    positions = sum(sequence.positions for sequence in sequences)
+    replayed = sum(int(np.count_nonzero(micro.trace.present_BT)) for micro in microbatches)
+    return AssembleStats(
+        sequences=len(sequences),
+        positions=positions,
+        fill=positions / (len(microbatches) * config.batch.rows * config.batch.row_length),
+        tokens=lags.total(),
+        missing=positions - replayed if config.replay else 0,
+        truncated=sum(completion.finish is Finish.LENGTH for completion in completions),
+        reward_mean=float(reward_PM.mean(dtype=np.float64)),
+        zero_std=float(1 - advantage_PM.any(axis=1).mean()),
+        lags=dict(sorted(lags.items())),
+    )
+
+
+def _check_group(group: Group, version: int, config: AssembleConfig) -> None:
+    members = [completion.member for completion in group.completions]
+    if members != list(range(config.batch.group_size)):
+        raise ValueError(
+            f"group t{group.ticket}: expected members 0 to {config.batch.group_size - 1} in order, got {members}"
+        )
+    if group.reward_M.shape != (len(members),) or not np.isfinite(group.reward_M).all():
+        raise ValueError(
+            f"group t{group.ticket}: expected {len(members)} finite rewards, got {group.reward_M.tolist()}"
+        )
+    _check_tokens(group.prompt_tokens, config, f"prompt t{group.ticket}")
+    for completion in group.completions:
+        _check_completion(group, completion, version, config)
+
+
+def _check_completion(group: Group, completion: Completion, version: int, config: AssembleConfig) -> None:
+    where = f"completion t{group.ticket}/{completion.member} of engine {completion.engine_id}"
+    _check_tokens(completion.tokens, config, where)
+    count = len(completion.tokens)
+    positions = len(group.prompt_tokens) + count - 1
+    if positions > config.batch.row_length:
+        raise ValueError(
+            f"{where}: expected at most {config.batch.row_length} positions, got {positions}; raise row_length"
+        )
+    for name in ("behavior_logp", "version"):
+        if len(getattr(completion, name)) != count:
+            raise ValueError(f"{where}: expected {count} of {name}, got {len(getattr(completion, name))}")
+    logp = completion.behavior_logp
+    if not (np.isfinite(logp) & (logp <= 0)).all():
+        bad = int(np.argmin(np.isfinite(logp) & (logp <= 0)))
+        raise ValueError(f"{where}: expected finite log-probs of at most 0, got {logp[bad]} at token {bad}")
+    if not ((completion.version >= 0) & (completion.version <= version)).all():
+        raise ValueError(f"{where}: expected versions 0 to {version}, got {np.unique(completion.version).tolist()}")
+    definition = completion.logprob
+    if definition.temperature != config.temperature or definition.after_truncation:
+        raise ValueError(
+            f"{where}: expected log-probs at temperature {config.temperature} before truncation, got {definition}"
+        )
+    if config.replay and completion.trace is not None:
+        _check_trace(completion, positions, config, where)
+
+
+def _check_tokens(tokens: np.ndarray, config: AssembleConfig, where: str) -> None:
+    if len(tokens) < 1 or tokens.min() < 0 or tokens.max() >= config.vocab_size:
+        got = f"{tokens.min()} to {tokens.max()}" if len(tokens) else "none"
+        raise ValueError(f"{where}: expected at least one token id, each in 0 to {config.vocab_size - 1}, got {got}")
+
+
+def _check_trace(completion: Completion, positions: int, config: AssembleConfig, where: str) -> None:
+    trace = completion.trace
+    assert trace is not None, "the caller looks"
+    expected = (positions - trace.first_row, config.moe_layers, config.experts_per_token)
+    if trace.first_row < 0 or trace.experts_TLK.shape != expected:
+        raise ValueError(
+            f"trace of {where}: expected [rows, layers, slots] {list(expected)} (prompt + tokens - 1 - first row "
+            f"{trace.first_row}), got {list(trace.experts_TLK.shape)}"
+        )
+    # That the ids of a row are distinct was checked when the completion arrived; a too large id would be clamped
+    # silently on the device, so that one is looked at once more.
+    if trace.experts_TLK.size and int(trace.experts_TLK.max()) >= config.experts:
+        raise ValueError(f"trace of {where}: expected ids below {config.experts}, got {int(trace.experts_TLK.max())}")

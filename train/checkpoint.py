@@ -1,0 +1,200 @@
+"""The cut: everything that a run needs to go on as if it had not stopped, saved atomically by Orbax.
+
+A batch-wise cut is taken at a window's edge. It holds the parameters and the optimizer state, the finished groups of
+the window that comes next (they were sampled by weights that no longer exist), and the next ticket, from which every
+later prompt, seed and key follows.
+"""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import xxhash
+from etils import epath
+
+from train.buffer import BufferSnapshot
+from train.groups import from_bytes, to_bytes
+from train.state import TrainState
+
+_FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Identity:
+    """What a cut must agree about with the run that restores it; each is a digest ("" = none)."""
+
+    policy: str
+    tokenizer: str
+    data: str
+    reference: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cut:
+    """A consistent moment of a run.
+
+    Attributes:
+      identity: of the run.
+      state: parameters, optimizer state, version.
+      buffer: finished groups that have not been trained on, and the data cursor.
+      counters: numbers that go on over a restart, by name (the evaluation before the run, say).
+    """
+
+    identity: Identity
+    state: TrainState
+    buffer: BufferSnapshot
+    counters: Mapping[str, float]
+
+
+class Checkpoints:
+    """The cuts of one run folder. A context manager; one process at a time."""
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        """Opens the folder; remains of broken saves are removed and never count.
+
+        Args:
+          folder: `<run>/checkpoints`.
+          keep: how many of the newest cuts stay.
+        """
+        self._folder = folder
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, enable_async_checkpointing=False, cleanup_tmp_directories=True, create=True
+        )
+        self._manager = ocp.CheckpointManager(epath.Path(folder.absolute()), options=options)
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._manager.close()
+
+    def latest(self) -> int | None:
+        """Version of the newest whole cut, or None."""
+        return self._manager.latest_step()
+
+    def save(self, cut: Cut) -> None:
+        """Saves a cut; it counts only once it is whole.
+
+        Raises:
+          OSError: it could not be written (a full disk, say); earlier cuts are untouched.
+        """
+        version = cut.state.version
+        if version == self.latest():
+            return  # a batch-wise run is a function of its config and seed: the cut that is there is this one
+        packed = np.frombuffer(to_bytes(list(cut.buffer.groups)), np.uint8)
+        meta = {
+            "format": _FORMAT,
+            "version": version,
+            "identity": dataclasses.asdict(cut.identity),
+            "next_ticket": cut.buffer.next_ticket,
+            "lost": list(cut.buffer.lost),
+            "dropped": dict(cut.buffer.dropped),
+            "groups": {"bytes": packed.size, "digest": xxhash.xxh3_128_hexdigest(packed.tobytes())},
+            "counters": dict(cut.counters),
+        }
+        items = ocp.args.Composite(
+            state=ocp.args.StandardSave(flatten(cut.state)),
+            groups=ocp.args.StandardSave({"packed": packed}),
+            meta=ocp.args.JsonSave(meta),
+        )
+        try:
+            self._manager.save(version, args=items, force=True)
+            self._manager.wait_until_finished()
+        except Exception as error:
+            self._remove_partial(version)
+            raise OSError(
+                f"checkpoint: version {version} could not be written under {self._folder}: {error}; earlier "
+                f"checkpoints are whole: free some space and start the same command again to resume"
+            ) from error
+
+    def restore(self, template: TrainState, identity: Identity) -> Cut | None:
+        """The newest cut, or None when there is none.
+
+        Args:
+          identity: of the run that wants it.
+          template: a state of this run's structure, for shapes, types and shardings.
+
+        Raises:
+          ValueError: the cut is of another model, tokenizer, data set or reference, or is damaged.
+        """
+        version = self.latest()
+        if version is None:
+            return None
+        meta = self._restore(version, meta=ocp.args.JsonRestore())["meta"]
+        self._check(version, meta, identity)
+        abstract = {
+            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+            for name, leaf in flatten(template).items()
+        }
+        packed = {"packed": jax.ShapeDtypeStruct((meta["groups"]["bytes"],), np.uint8)}
+        found = self._restore(
+            version, state=ocp.args.StandardRestore(abstract), groups=ocp.args.StandardRestore(packed)
+        )
+        blob = np.asarray(found["groups"]["packed"]).tobytes()
+        if xxhash.xxh3_128_hexdigest(blob) != meta["groups"]["digest"]:
+            raise ValueError(
+                f"checkpoint {version}: expected groups of digest {meta['groups']['digest']}, got "
+                f"{xxhash.xxh3_128_hexdigest(blob)} ({self._folder}); the file is damaged: delete that folder to "
+                f"resume from the checkpoint before it"
+            )
+        return Cut(
+            identity=identity,
+            state=unflatten(template, found["state"], version),
+            buffer=BufferSnapshot(
+                next_ticket=meta["next_ticket"],
+                groups=tuple(from_bytes(blob)),
+                lost=tuple(meta["lost"]),
+                dropped=meta["dropped"],
+            ),
+            counters=meta["counters"],
+        )
+
+    def _restore(self, version: int, **items: Any) -> Mapping[str, Any]:
+        return self._manager.restore(version, args=ocp.args.Composite(**items))
+
+    def _check(self, version: int, meta: dict[str, Any], identity: Identity) -> None:
+        if meta.get("format") != _FORMAT:
+            raise ValueError(f"checkpoint {version}: expected format {_FORMAT}, got {meta.get('format')}")
+        for name, expected in dataclasses.asdict(identity).items():
+            found = meta["identity"].get(name)
+            if found != expected:
+                raise ValueError(
+                    f"checkpoint {version}: expected the {name} of this run ({expected or 'none'}), got another one "
+                    f"({found or 'none'}) in {self._folder}; give this run its own name (--set name=...) or restore "
+                    f"the settings that the checkpoint was made with"
+                )
+
+    def _remove_partial(self, version: int) -> None:
+        # Orbax names a save that is not whole `<version>.orbax-checkpoint-tmp`; it never counts as a checkpoint,
+        # but on a full disk its bytes are needed.
+        for left in self._folder.glob(f"{version}.orbax-checkpoint-tmp*"):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def flatten(state: TrainState) -> dict[str, jax.Array]:
+    """Every array of a state by its path, so that a checkpoint does not depend on the classes around them."""
+    tree = {"params": state.params, "opt_state": state.opt_state}
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def unflatten(template: TrainState, arrays: dict[str, jax.Array], version: int) -> TrainState:
+    """The state whose `flatten` is `arrays`, in the structure of `template`."""
+    tree = {"params": template.params, "opt_state": template.opt_state}
+    paths, structure = jax.tree_util.tree_flatten_with_path(tree)
+    leaves = [arrays[jax.tree_util.keystr(path)] for path, _ in paths]
+    whole = jax.tree_util.tree_unflatten(structure, leaves)
+    return TrainState(version=version, params=whole["params"], opt_state=whole["opt_state"])
+
+
+def read_meta(folder: Path, version: int) -> dict[str, Any]:
+    """What a cut says of itself, without its arrays (for people and for tests)."""
+    return json.loads((folder / str(version) / "meta" / "metadata").read_text())

@@ -1,0 +1,82 @@
+"""A run folder belongs to one process and to one config."""
+
+import contextlib
+import dataclasses
+import fcntl
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from train.config import RunConfig, load, to_toml
+from train.run_folder import CHECKPOINTS, CONFIG, write_atomic
+
+_LOCK = "lock"
+# What may differ when a run is resumed: where and how often, never what is computed.
+_HARMLESS = (
+    "alarms.",
+    "checkpoint.",
+    "eval.",
+    "rollout.endpoints",
+    "rollout.listen",
+    "rollout.deadline",
+    "rollout.chunk_bytes",
+)
+
+
+@contextlib.contextmanager
+def claim(folder: Path, config: RunConfig) -> Iterator[None]:
+    """Holds the folder for this process; writes the resolved config, or checks that it is that of the run.
+
+    Raises:
+      ValueError: another process holds it, or it holds a run of another config; the differing keys are named.
+      OSError: it cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / _LOCK).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"{folder}: expected a run folder that no other process uses, got one that a running sat-jax holds; "
+                "wait for it, or give this run its own name: --set name=..."
+            ) from None
+        path = folder / CONFIG
+        if path.exists() and any((folder / CHECKPOINTS).glob("[0-9]*")):
+            _check_same(folder, load(path), config)
+        write_atomic(path, to_toml(config))
+        yield
+
+
+def _check_same(folder: Path, found: RunConfig, config: RunConfig) -> None:
+    before, now = _flat(found), _flat(config)
+    changed = [
+        f"{key} = {before.get(key)!r} there, {now.get(key)!r} here"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key) and not key.startswith(_HARMLESS)
+    ]
+    if changed:
+        raise ValueError(
+            f"{folder}: expected the config of the run that is in it, got another: {'; '.join(changed)}; resume it "
+            f"with its own ({folder / CONFIG}), give this run a name of its own (--set name=...), or set the "
+            "old one aside (--fresh)"
+        )
+
+
+def _flat(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Every setting by its dotted key."""
+    flat: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            flat |= _flat(value, f"{prefix}{field.name}.")
+        else:
+            flat[f"{prefix}{field.name}"] = value
+    return flat
+
+
+def set_aside(folder: Path) -> Path | None:
+    """Renames a run folder that is there to the first free `<name>.<number>`; returns where it went."""
+    if not folder.exists():
+        return None
+    number = next(n for n in range(1, 10**6) if not folder.with_name(f"{folder.name}.{n}").exists())
+    return folder.rename(folder.with_name(f"{folder.name}.{number}"))

@@ -1,0 +1,108 @@
+"""`sat-jax`: the verbs. Parses, calls, and says in one line what went wrong."""
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from rollout_bridge.errors import BridgeError
+
+RUNS = Path("runs")
+PREEMPTED = 75  # EX_TEMPFAIL: start the same command again
+INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code: 0 done, 1 an error that was said, 75 preempted, 130 interrupted."""
+    arguments = _parser().parse_args(argv)
+    try:
+        arguments.run(arguments)
+    except KeyboardInterrupt:
+        _say("interrupted; the same command resumes from the newest checkpoint")
+        return INTERRUPTED
+    except (ValueError, OSError, BridgeError) as error:
+        # One clear line; the traceback of an error that we foresaw helps nobody.
+        _say(f"error: {error}", *getattr(error, "__notes__", ()))
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="sat-jax", description="Asynchronous RL for mixture-of-experts policies.")
+    verbs = parser.add_subparsers(required=True, metavar="VERB")
+    train = verbs.add_parser("train", help="run a config, or resume its run")
+    _config_arguments(train)
+    train.add_argument("--fresh", action="store_true", help="set a run of this name aside and begin anew")
+    train.add_argument("--quiet", action="store_true", help="no console display; the files are written all the same")
+    train.set_defaults(run=_train)
+    serve = verbs.add_parser("serve", help="serve a config's policy with the local engine, for a trainer elsewhere")
+    _config_arguments(serve)
+    serve.add_argument("--listen", metavar="HOST:PORT", help="in place of rollout.listen")
+    serve.set_defaults(run=_serve)
+    evaluate = verbs.add_parser("eval", help="held-out accuracy of a run's newest checkpoint")
+    evaluate.add_argument("folder", type=Path, help="run folder")
+    evaluate.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    evaluate.set_defaults(run=_evaluate)
+    report = verbs.add_parser("report", help="write a run's report.html anew")
+    report.add_argument("folder", type=Path, help="run folder")
+    report.set_defaults(run=_report)
+    return parser
+
+
+def _config_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", type=Path, help="TOML file")
+    parser.add_argument(
+        "--set", dest="overrides", action="append", default=[], metavar="A.B=C", help="override a key; repeatable"
+    )
+    parser.add_argument("--runs", type=Path, default=RUNS, metavar="DIR", help="where run folders are (default: runs)")
+
+
+def _train(arguments: argparse.Namespace) -> None:
+    # Imported here, so that `--help` and a misspelt key do not wait for JAX's programs.
+    from train.claim import claim, set_aside
+    from train.config import load
+    from train.loop import train
+
+    signal.signal(signal.SIGTERM, _preempted)
+    config = load(arguments.config, arguments.overrides)
+    folder = arguments.runs / config.name
+    if arguments.fresh and (aside := set_aside(folder)) is not None:
+        _say(f"the run that was in {folder} is now in {aside}")
+    with claim(folder, config):
+        train(config, folder, console=not arguments.quiet)
+    _say(f"done: {folder / 'report.html'} explains the run")
+
+
+def _serve(arguments: argparse.Namespace) -> None:
+    from train.config import load
+    from train.engines import serve_local
+
+    config = load(arguments.config, arguments.overrides)
+    serve_local(config, arguments.listen or config.rollout.listen)
+
+
+def _evaluate(arguments: argparse.Namespace) -> None:
+    from train.evaluate_run import evaluate_run
+
+    evaluate_run(arguments.folder, as_json=arguments.json)
+
+
+def _report(arguments: argparse.Namespace) -> None:
+    from train.report import regenerate
+
+    _say(f"written: {regenerate(arguments.folder)}")
+
+
+def _preempted(_signal: int, _frame: FrameType | None) -> None:
+    _say("preempted; the same command resumes from the newest checkpoint")
+    raise SystemExit(PREEMPTED)
+
+
+def _say(*lines: str) -> None:
+    sys.stderr.write("".join(f"sat-jax: {line}\n" for line in lines))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,248 @@
+"""Prompt -> fleet -> reward -> Group, in a thread of its own. Launches no JAX computation.
+
+A window of tickets is requested; its prompts go to the fleet as one stream; as the last member of a prompt arrives the
+group is put into the buffer. What goes wrong here is handed to the buffer, whose next `take` raises it.
+"""
+
+import dataclasses
+import queue
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from rollout_bridge.messages import Completion, Finish, SampleRequest, Sampling
+from train.buffer import Buffer
+from train.data import Prompt, PromptData
+from train.groups import Group
+from train.rewards import Attempt, Verifier, score
+from train.run_folder import SampleLine
+from train.seeds import derive_seed
+from train.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CollectSettings:
+    """How prompts are sampled.
+
+    Attributes:
+      seed: of the run; ticket t is sampled with `derive_seed(seed, "sample", t)`.
+      group_size: M, completions of one prompt.
+      temperature: logits are divided by it.
+      max_new_tokens: bound on a completion, stop token included.
+      stop_ids: tokens that end a completion.
+      want_trace: whether routes are to be returned.
+      shown: how many of the newest completions are kept for the display.
+    """
+
+    seed: int
+    group_size: int
+    temperature: float
+    max_new_tokens: int
+    stop_ids: tuple[int, ...]
+    want_trace: bool
+    shown: int = 4
+
+    def sampling(self, ticket: int) -> Sampling:
+        """How the prompt of this ticket is sampled."""
+        return Sampling(
+            temperature=self.temperature,
+            max_new_tokens=self.max_new_tokens,
+            stop_ids=self.stop_ids,
+            seed=derive_seed(self.seed, "sample", ticket),
+        )
+
+
+class Samples(Protocol):
+    """What collection needs of a fleet."""
+
+    def sample(self, requests: Sequence[SampleRequest]) -> Iterable[Completion]:
+        """Every wanted (request, member) exactly once, as they finish."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Job:
+    """Tickets to sample, and the version that every token must be of (None: any)."""
+
+    tickets: tuple[int, ...]
+    version: int | None
+
+
+@dataclasses.dataclass(slots=True)
+class _Open:
+    """A prompt that is being sampled, and what has come of it."""
+
+    prompt: Prompt
+    completions: dict[int, Completion]
+    rewards: dict[int, float]
+
+
+class Collector:
+    """Samples what is requested. A context manager; `close` ends its thread."""
+
+    def __init__(
+        self,
+        fleet: Samples,
+        data: PromptData,
+        tokenizer: Tokenizer,
+        verifier: Verifier,
+        buffer: Buffer,
+        settings: CollectSettings,
+    ) -> None:
+        """Starts the thread; it does nothing before the first `request`."""
+        self._fleet = fleet
+        self._data = data
+        self._tokenizer = tokenizer
+        self._verifier = verifier
+        self._buffer = buffer
+        self._settings = settings
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._newest: tuple[SampleLine, ...] = ()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="collect", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> "Collector":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def request(self, tickets: Iterable[int], version: int | None = None) -> None:
+        """Queues prompts that have not been drawn yet, in ticket order; returns at once.
+
+        Args:
+          tickets: the next ones, without gaps.
+          version: that samples them: a token of another one is then an error. None = any.
+
+        Raises:
+          ValueError: a ticket is not the next one.
+        """
+        wanted = tuple(tickets)
+        self._buffer.draw(wanted)
+        self._jobs.put(_Job(wanted, version))
+
+    def request_again(self, tickets: Iterable[int], version: int | None = None) -> None:
+        """Queues prompts that were drawn before a restart and are out in the restored buffer; returns at once."""
+        self._jobs.put(_Job(tuple(tickets), version))
+
+    def samples(self) -> tuple[SampleLine, ...]:
+        """The newest completions, oldest of them first."""
+        return self._newest
+
+    def close(self, timeout: float = 30.0) -> None:
+        """Ends the thread at its next completion. Close the fleet first if it may be stuck: its error ends the thread.
+
+        Args:
+          timeout: seconds.
+
+        Raises:
+          TimeoutError: the fleet gave neither a completion nor an error in that time.
+        """
+        self._closing.set()
+        self._jobs.put(None)
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise TimeoutError(
+                f"collector: expected its thread to end within {timeout:g} s, got a fleet that still blocks it; "
+                "close the fleet first"
+            )
+
+    def _run(self) -> None:
+        try:
+            while (job := self._jobs.get()) is not None and not self._closing.is_set():
+                self._collect(job)
+        except BaseException as error:  # raised again by the buffer, in the thread that can stop the run
+            if not self._closing.is_set():
+                self._buffer.fail(error)
+
+    def _collect(self, job: _Job) -> None:
+        pending: dict[str, tuple[int, _Open]] = {}
+        requests = []
+        for ticket in job.tickets:
+            prompt = self._data[ticket]
+            request_id = f"t{ticket}"
+            pending[request_id] = (ticket, _Open(prompt, {}, {}))
+            requests.append(
+                SampleRequest(
+                    request_id=request_id,
+                    prompt_tokens=prompt.tokens,
+                    sampling=self._settings.sampling(ticket),
+                    members=tuple(range(self._settings.group_size)),
+                    want_trace=self._settings.want_trace,
+                )
+            )
+        for completion in self._fleet.sample(requests) if requests else ():
+            if self._closing.is_set():
+                return
+            self._receive(completion, job.version, pending)
+            self._buffer.progress()
+        if pending:
+            request_id, (_, opened) = next(iter(pending.items()))
+            raise ValueError(
+                f"samples of {len(requests)} prompts: expected all {self._settings.group_size} members of each, got "
+                f"{len(opened.completions)} of {request_id} and {len(pending)} prompts unfinished when the fleet ended"
+            )
+
+    def _receive(self, completion: Completion, version: int | None, pending: dict[str, tuple[int, _Open]]) -> None:
+        """Takes in one completion; the last of its group makes the group."""
+        where = f"completion {completion.request_id}/{completion.member} of engine {completion.engine_id}"
+        self._check(completion, version, where)
+        ticket, opened = pending.get(completion.request_id, (-1, None))
+        size = self._settings.group_size
+        if opened is None or completion.member in opened.completions or not 0 <= completion.member < size:
+            raise ValueError(f"{where}: expected a wanted member, each once, got one that is not open")
+        attempt = to_attempt(ticket, opened.prompt, completion, self._tokenizer)
+        reward = score(self._verifier, attempt)
+        opened.completions[completion.member] = completion
+        opened.rewards[completion.member] = reward
+        shown = SampleLine(prompt=attempt.prompt, completion=attempt.completion, answer=attempt.answer, reward=reward)
+        # Replaced as a whole, so that `samples` needs no lock.
+        self._newest = (*self._newest, shown)[-self._settings.shown :]
+        if len(opened.completions) == size:
+            del pending[completion.request_id]
+            self._buffer.put(_group(ticket, opened))
+
+    def _check(self, completion: Completion, version: int | None, where: str) -> None:
+        if completion.finish is Finish.ABORT or not len(completion.tokens):
+            raise ValueError(
+                f"{where}: expected a whole completion, got {len(completion.tokens)} tokens that ended by "
+                f"{completion.finish.value}"
+            )
+        stopped = int(completion.tokens[-1]) in self._settings.stop_ids
+        if stopped != (completion.finish is Finish.STOP):
+            raise ValueError(
+                f"{where}: expected to end by stop exactly when its last token is one of {self._settings.stop_ids}, "
+                f"got {completion.finish.value} after token {int(completion.tokens[-1])}; check prompt.stop"
+            )
+        if version is not None and (completion.version != version).any():
+            raise ValueError(
+                f"{where}: expected every token of version {version}, got {np.unique(completion.version).tolist()}"
+            )
+
+
+def to_attempt(ticket: int, prompt: Prompt, completion: Completion, tokenizer: Tokenizer) -> Attempt:
+    """What a verifier is shown of a completion: its text up to the stop token, which is left out."""
+    stopped = completion.finish is Finish.STOP
+    tokens = completion.tokens[:-1] if stopped else completion.tokens
+    return Attempt(
+        ticket=ticket,
+        member=completion.member,
+        prompt=prompt.text,
+        completion=tokenizer.decode(tokens),
+        stopped=stopped,
+        answer=prompt.answer,
+    )
+
+
+def _group(ticket: int, opened: _Open) -> Group:
+    members = sorted(opened.completions)
+    return Group(
+        ticket=ticket,
+        prompt_tokens=opened.prompt.tokens,
+        answer=opened.prompt.answer,
+        completions=tuple(opened.completions[member] for member in members),
+        reward_M=np.array([opened.rewards[member] for member in members], np.float32),
+    )

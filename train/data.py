@@ -1,0 +1,262 @@
+"""Where prompts come from: a built-in task or a user's JSONL, in an order with random access by one integer.
+
+A *ticket* is the number of a prompt in the run's endless, shuffled order. The order is a function of (data, seed), so
+the whole data cursor of a run is its next ticket.
+"""
+
+import dataclasses
+import hashlib
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import grain
+import numpy as np
+
+from train.seeds import derive_seed
+from train.strict_toml import Range, check_fields
+from train.tasks import Example, TaskName, generate
+from train.tokenizer import Tokenizer
+
+_PLACE = "{prompt}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """Which prompts.
+
+    Attributes:
+      task: built-in generator, used when `path` is empty.
+      path: of a JSONL file, one {"prompt": ..., "answer": ...} a line; other keys are ignored.
+      holdout: distinct prompts kept out of training, for evaluation; of a file at most a tenth of its distinct prompts.
+    """
+
+    task: TaskName
+    path: str
+    holdout: Annotated[int, Range(at_least=0)]
+
+    def __post_init__(self) -> None:
+        check_fields(self, "data")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PromptConfig:
+    """What the policy is fed, and what ends its answer.
+
+    Attributes:
+      template: text around the data's prompt, which replaces `{prompt}`; every other brace is itself.
+      stop: token strings that end a completion. The first one ends the answers of the supervised warm start.
+    """
+
+    template: str
+    stop: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        check_fields(self, "prompt")
+        if self.template.count(_PLACE) != 1:
+            raise ValueError(f"prompt.template: expected {_PLACE} exactly once, got {self.template!r}")
+        if not self.stop or len(set(self.stop)) != len(self.stop):
+            raise ValueError(f"prompt.stop: expected at least one token string, all distinct, got {list(self.stop)}")
+
+    def render(self, prompt: str) -> str:
+        """The template with the data's prompt in it."""
+        return self.template.replace(_PLACE, prompt)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """One problem, encoded.
+
+    Attributes:
+      text: the data's prompt, without the template.
+      answer: the data's answer.
+      tokens: int32[N], the rendered prompt, N >= 1.
+      answer_tokens: int32, the answer and the first stop token: what a supervised example is trained on.
+    """
+
+    text: str
+    answer: str
+    tokens: np.ndarray
+    answer_tokens: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Encoding:
+    """How examples become prompts, and how long they may be.
+
+    Attributes:
+      tokenizer: of the run.
+      prompt: template and stop tokens.
+      max_new_tokens: bound on a completion, stop token included.
+      row_length: T; prompt and completion must fit.
+    """
+
+    tokenizer: Tokenizer
+    prompt: PromptConfig
+    max_new_tokens: int
+    row_length: int
+
+    def encode(self, example: Example) -> Prompt:
+        """Encodes and checks one example.
+
+        Raises:
+          ValueError: a character without a token, a prompt that does not fit the row with its completion, or an answer
+            that cannot be given in max_new_tokens; each with the example's place.
+        """
+        try:
+            tokens = self.tokenizer.encode(self.prompt.render(example.prompt))
+            answer = self.tokenizer.encode(example.answer)
+        except ValueError as error:
+            raise ValueError(f"{example.where}: {error}") from error
+        room = self.row_length - self.max_new_tokens
+        if not 1 <= len(tokens) <= room:
+            raise ValueError(
+                f"{example.where}: expected a prompt of 1 to {room} tokens in its template (batch.row_length "
+                f"{self.row_length} less sampling.max_new_tokens {self.max_new_tokens}), got {len(tokens)}; shorten it "
+                f"or set batch.row_length to at least {len(tokens) + self.max_new_tokens}"
+            )
+        if len(answer) + 1 > self.max_new_tokens:
+            raise ValueError(
+                f"{example.where}: expected an answer of at most {self.max_new_tokens - 1} tokens "
+                f"(sampling.max_new_tokens {self.max_new_tokens} less the stop token), got {len(answer)}; no "
+                f"completion could be right: set sampling.max_new_tokens to at least {len(answer) + 1}"
+            )
+        stop = self.tokenizer.token_id(self.prompt.stop[0])
+        answer_tokens = np.append(answer, np.int32(stop)).astype(np.int32)
+        return Prompt(text=example.prompt, answer=example.answer, tokens=tokens, answer_tokens=answer_tokens)
+
+
+class PromptData:
+    """The prompts of a run: `data[ticket]` for training, `data.held_out` for evaluation."""
+
+    def __init__(self, train: Sequence[Example], held_out: Sequence[Example], encoding: Encoding, seed: int) -> None:
+        """Encodes everything once, so that a bad line is an error before the run and not in it.
+
+        Args:
+          train: examples to train on.
+          held_out: examples to evaluate on.
+          encoding: how.
+          seed: of the run; the order follows from it.
+
+        Raises:
+          ValueError: an example cannot be used; see `Encoding.encode`.
+        """
+        self.train: tuple[Prompt, ...] = tuple(encoding.encode(example) for example in train)
+        self.held_out: tuple[Prompt, ...] = tuple(encoding.encode(example) for example in held_out)
+        self._order = grain.MapDataset.source(self.train).shuffle(seed=derive_seed(seed, "order"))
+
+    def __len__(self) -> int:
+        """Training prompts: the tickets of one epoch."""
+        return len(self.train)
+
+    def __getitem__(self, ticket: int) -> Prompt:
+        """The prompt of any ticket from 0; every epoch is another order of all training prompts.
+
+        Raises:
+          ValueError: a negative ticket.
+        """
+        if ticket < 0:
+            raise ValueError(f"ticket: expected 0 or more, got {ticket}")
+        prompt = self._order[ticket]
+        assert prompt is not None, "nothing filters the order"
+        return prompt
+
+    def digest(self) -> str:
+        """A hash of every prompt and answer, in order: a cursor means the same only in the same data."""
+        hashed = hashlib.sha256()
+        for part in (self.train, self.held_out):
+            hashed.update(f"{len(part)}\n".encode())
+            for prompt in part:
+                hashed.update(json.dumps([prompt.tokens.tolist(), prompt.text, prompt.answer]).encode())
+        return hashed.hexdigest()
+
+
+def read_examples(config: DataConfig) -> list[Example]:
+    """Every example of the configured source, in its order.
+
+    Raises:
+      ValueError: the file has a line that cannot be used; see `read_jsonl`.
+    """
+    return read_jsonl(Path(config.path)) if config.path else generate(config.task)
+
+
+def split(config: DataConfig, examples: Sequence[Example], seed: int) -> tuple[list[Example], list[Example]]:
+    """Splits into (training, held-out), the same for the same examples and seed.
+
+    It is prompts that are held out, and each once: copies of one never fall on both sides.
+
+    Raises:
+      ValueError: holding out leaves nothing to train on, or a file is too short to hold anything out.
+    """
+    distinct = list(dict.fromkeys(example.prompt for example in examples))
+    count = min(config.holdout, len(distinct) // 10) if config.path else config.holdout
+    if config.holdout and not count:
+        raise ValueError(
+            f"data.holdout: expected at least 10 distinct prompts to hold any out, got {len(distinct)} "
+            f"({config.path}); add lines, or set data.holdout=0 and eval.prompts=0"
+        )
+    if count >= len(distinct):
+        raise ValueError(f"data.holdout: expected fewer than the {len(distinct)} prompts of the data, got {count}")
+    chosen = set(random.Random(derive_seed(seed, "holdout")).sample(distinct, count))
+    train, held_out = [], {}
+    for example in examples:
+        if example.prompt in chosen:
+            held_out.setdefault(example.prompt, example)
+        else:
+            train.append(example)
+    return train, list(held_out.values())
+
+
+def read_jsonl(path: Path) -> list[Example]:
+    """Reads {"prompt": text, "answer": text or integer} lines; blank lines, CRLF and a leading BOM are accepted.
+
+    Raises:
+      ValueError: the file cannot be read or is empty, or a line is not such a line; file and line are named.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"data.path: expected a readable file, got: {error.strerror} ({path})") from error
+    lines = content.removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    examples = [_read_line(line, f"{path}:{number}") for number, line in enumerate(lines, start=1) if line.strip()]
+    if not examples:
+        raise ValueError(f'{path}: expected a line {{"prompt": ..., "answer": ...}}, got an empty file')
+    return examples
+
+
+def _read_line(line: bytes, where: str) -> Example:
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{where}: expected UTF-8, got byte 0x{line[error.start]:02x} at byte {error.start}"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: expected one JSON object, got: {error}") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"{where}: expected a JSON object, got {_kind(record)}")
+    return Example(prompt=_text(record, "prompt", where), answer=_text(record, "answer", where), where=where)
+
+
+def _text(record: dict[str, Any], key: str, where: str) -> str:
+    if key not in record:
+        raise ValueError(f"{where}: expected the key {key!r}, got {', '.join(map(repr, record)) or 'none'}")
+    value = record[key]
+    if key == "answer" and isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if not isinstance(value, str):
+        raise ValueError(f"{where}: expected {key!r} to be a string, got {_kind(value)}; write it in quotes")
+    if not value:
+        raise ValueError(f"{where}: expected {key!r} to be a string that is not empty, got an empty one")
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise ValueError(f"{where}: expected {key!r} to be Unicode text, got half of a surrogate pair in {value!r}")
+    return value
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "null"
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
+    return names[type(value)]

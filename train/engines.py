@@ -1,0 +1,131 @@
+"""The fleet of a run: remote bridges, or a local engine in a process of its own that the run starts and restarts."""
+
+import contextlib
+import dataclasses
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from rollout_bridge import ClientOptions, Fatal, Fleet, FleetOptions, serve
+from train.config import RunConfig
+from train.engine_process import EngineProcessConfig, LocalEngineProcess
+from train.local_engine import LocalEngine, LocalEngineConfig
+from train.setup import Problem, make_problem
+
+ENGINE_LOG = "engine.log"
+_READY_SECONDS = 180.0  # a local engine compiles before it answers
+
+
+@dataclasses.dataclass(frozen=True)
+class Engines:
+    """A fleet that has answered, and the local engine's process if the run has one."""
+
+    fleet: Fleet
+    process: LocalEngineProcess | None
+
+    def describe(self) -> str:
+        """Where every engine stands, for errors about waiting."""
+        parts = [
+            f"{address} {status.state.value}" + (f" ({status.reason})" if status.reason else "")
+            for address, status in self.fleet.status().items()
+        ]
+        ended = self.process.poll() if self.process is not None else None
+        return "; ".join(parts) + (f"; its process ended: {ended}" if ended else "")
+
+
+@contextlib.contextmanager
+def attach_fleet(
+    config: RunConfig, problem: Problem, folder: Path, on_event: Callable[[str, str], None]
+) -> Iterator[Engines]:
+    """Connects to the fleet, starting a local engine where the config says so.
+
+    Args:
+      config: the run's.
+      problem: for the policy's architecture.
+      folder: of the run; the local engine's log goes there.
+      on_event: called with a kind and a text when an engine is lost, restarted, or published to again.
+
+    Raises:
+      ValueError: the local engine's port is in use.
+      rollout_bridge.errors.BridgeError: an engine did not answer, or holds another model.
+    """
+    with contextlib.ExitStack() as stack:
+        process = None
+        endpoints = config.rollout.endpoints
+        if config.rollout.engine == "local":
+            process = stack.enter_context(_start_local(config, problem, folder))
+            endpoints = (process.endpoint,)
+        options = FleetOptions(
+            client=ClientOptions(chunk_bytes=config.rollout.chunk_bytes),
+            progress_seconds=config.rollout.deadline,
+            on_lost=None if process is None else lambda _endpoint: _restart(process, on_event),
+            on_event=on_event,
+        )
+        fleet = stack.enter_context(Fleet(endpoints, options=options))
+        _check_model(fleet, problem, config)
+        yield Engines(fleet=fleet, process=process)
+
+
+def serve_local(config: RunConfig, listen: str) -> None:
+    """Serves the config's policy with the local engine in this process until SIGTERM or Ctrl-C."""
+    problem = make_problem(config)
+    engine = LocalEngine(problem.policy, _engine_config(config))
+    stopped = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stopped.set())
+    with contextlib.closing(engine), serve(engine, listen) as server:
+        sys.stderr.write(f"sat-jax: serving on {server.address}, at no version until a trainer publishes one\n")
+        while not stopped.wait(1.0):
+            if engine.failure is not None:
+                raise Fatal(f"local engine: expected its thread to run, got {engine.failure!r}") from engine.failure
+
+
+def _engine_config(config: RunConfig) -> LocalEngineConfig:
+    return LocalEngineConfig(dtype=config.rollout.dtype, slots=config.rollout.slots, max_tokens=config.batch.row_length)
+
+
+def _start_local(config: RunConfig, problem: Problem, folder: Path) -> LocalEngineProcess:
+    cores = os.cpu_count() or 1
+    return LocalEngineProcess(
+        EngineProcessConfig(
+            policy=problem.policy,
+            engine=_engine_config(config),
+            listen=config.rollout.listen,
+            log=folder / ENGINE_LOG,
+            threads=max(1, cores // 2),  # the trainer needs the others
+        )
+    )
+
+
+def _restart(process: LocalEngineProcess, on_event: Callable[[str, str], None]) -> None:
+    """Called before each attempt to reach a lost engine: starts it again if its process has ended."""
+    ended = process.poll()
+    if ended is None:
+        return
+    on_event("restart", f"the local engine's process ended with {ended.splitlines()[0]}; started again")
+    try:
+        process.restart(ended.splitlines()[0])
+    except RuntimeError as error:
+        raise Fatal(str(error)) from error
+
+
+def _check_model(fleet: Fleet, problem: Problem, config: RunConfig) -> None:
+    """The fleet must hold the trainer's architecture and take what the publisher sends."""
+    model = fleet.wait_ready(_READY_SECONDS)
+    if model.model_digest != problem.policy.digest():
+        raise Fatal(
+            f"fleet: expected the trainer's architecture {problem.policy.digest()}, got {model.model_digest} "
+            f"({', '.join(fleet.status())}); serve with the config that the trainer runs"
+        )
+    if model.dtype != config.rollout.dtype:
+        raise Fatal(
+            f"fleet: expected engines of rollout.dtype {config.rollout.dtype}, got {model.dtype} "
+            f"({', '.join(fleet.status())}); set rollout.dtype to what they serve"
+        )
+    if model.max_tokens < config.batch.row_length:
+        raise Fatal(
+            f"fleet: expected engines that hold {config.batch.row_length} tokens (batch.row_length), got "
+            f"{model.max_tokens} ({', '.join(fleet.status())}); lower batch.row_length or serve with more"
+        )

@@ -1,0 +1,40 @@
+"""The loop: one screen. What a step needs stands ready in `Run` (see `train.run`)."""
+
+from pathlib import Path
+
+from train.assemble import assemble, place
+from train.config import RunConfig
+from train.run import Run, open_run, require_finite
+
+
+def train(config: RunConfig, folder: Path, *, console: bool = True) -> None:
+    """Runs from the newest checkpoint of the folder, or from the beginning, to `config.steps`.
+
+    Raises:
+      ValueError, OSError, TimeoutError, rollout_bridge.errors.BridgeError: what stopped it, in one sentence; the run
+        goes on from its newest checkpoint when it is started again.
+    """
+    with open_run(config, folder, console=console) as r:
+        r.begin()  # the fleet first serves the version that the schedule asks for
+        while (version := r.state.version) < config.steps:
+            _step(r, version)
+        r.finish()
+
+
+def _step(r: Run, version: int) -> None:
+    """One optimizer step: version s becomes s + 1."""
+    with r.report.phase("collect"):
+        groups = r.buffer.take(r.schedule.groups_per_step, version)
+    with r.report.phase("assemble"):
+        assembled = assemble(groups, version, r.assembly)
+        batch = place(assembled.microbatches, r.mesh)
+    with r.report.phase("measure"):
+        measurement = r.step.measure(r.state, batch)
+        references = r.reference_logps(batch)
+    with r.report.phase("publish"):
+        r.publisher.wait()  # the next line donates the parameters
+    with r.report.phase("update"):
+        r.state, done = r.step.update(r.state, batch, measurement, references)  # keeps the old state when not finite
+    require_finite(r, done, batch)  # stops the run with the batch saved; the version has not advanced
+    r.write(version + 1, done, assembled.stats)
+    r.at_edge(version + 1)  # a window's end: checkpoint, publish, evaluate

@@ -1,0 +1,197 @@
+"""Parameters -> fleet, versioned. Exports the weights, streams them, and commits them against a probe.
+
+`start` returns at once; a thread copies the parameters to the host and talks to the fleet (it launches no computation:
+the probe is scored by `start` itself). `wait` returns when the parameters are no longer read, so that the next update
+may donate them, and re-raises what went wrong in the thread.
+"""
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from flax import nnx
+
+from rollout_bridge import Fleet
+from rollout_bridge.fleet import Weights
+from rollout_bridge.messages import InFlight, Probe
+from sat_jax.logprob import token_logp
+from sat_jax.model import PolicyConfig
+from sat_jax.model.hf import export_tensors
+from train.state import TrainState
+
+PROBE_TOKENS = 256
+_DTYPES: Mapping[str, Any] = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
+
+
+@dataclasses.dataclass(frozen=True)
+class Published:
+    """What the last push cost and how well it was reproduced. Seconds, bytes, nats."""
+
+    version: int
+    probe_mean_abs: float
+    probe_max_abs: float
+    expert_coverage: float
+    bytes: int
+    seconds_export: float
+    seconds_stage: float
+    seconds_commit: float
+
+    def metrics(self) -> dict[str, float]:
+        """As metrics of the step that published."""
+        return {
+            "publish/version": float(self.version),
+            "publish/probe_mean_abs": self.probe_mean_abs,
+            "publish/probe_max_abs": self.probe_max_abs,
+            "publish/expert_coverage": self.expert_coverage,
+            "publish/bytes": float(self.bytes),
+            "publish/seconds_export": self.seconds_export,
+            "publish/seconds_stage": self.seconds_stage,
+            "publish/seconds_commit": self.seconds_commit,
+        }
+
+
+class ProbeScorer:
+    """Scores the fixed probe by the trainer: its log-probs at temperature 1 with free routing."""
+
+    def __init__(self, graph: nnx.GraphDef, config: PolicyConfig, tokens: np.ndarray, tolerance: float) -> None:
+        """Takes the probe.
+
+        Args:
+          graph: static part of the policy.
+          config: its architecture.
+          tokens: int32[N], the same at every version of a run.
+          tolerance: largest accepted mean |difference|, nats.
+
+        Raises:
+          ValueError: fewer than 256 tokens.
+        """
+        if len(tokens) < PROBE_TOKENS:
+            raise ValueError(f"probe: expected at least {PROBE_TOKENS} tokens, got {len(tokens)}")
+        self._graph = graph
+        self._config = config
+        self._tokens = np.asarray(tokens, np.int32)
+        self._tolerance = tolerance
+        self._score_jit = jax.jit(self._score)
+
+    def __call__(self, params: nnx.State) -> Probe:
+        """The probe with the log-probs that an engine must reproduce under `params`."""
+        logp_BT, experts_LBTK = self._score_jit(params, self._tokens[None])
+        experts_LK = np.asarray(experts_LBTK).reshape(experts_LBTK.shape[0], -1)
+        seen = sum(len(np.unique(row)) for row in experts_LK)
+        return Probe(
+            tokens=self._tokens,
+            logp=np.array(logp_BT[0], np.float32),
+            tolerance=self._tolerance,
+            expert_coverage=seen / max(len(experts_LK) * self._config.experts, 1),
+        )
+
+    def _score(self, params: nnx.State, tokens_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+        policy = nnx.merge(self._graph, params)
+        input_BT, target_BT = tokens_BT[:, :-1], tokens_BT[:, 1:]
+        position_BT = jnp.broadcast_to(jnp.arange(input_BT.shape[1], dtype=jnp.int32), input_BT.shape)
+        hidden_BTD, trace = policy(input_BT, jnp.ones_like(input_BT), position_BT)
+        logp_BT, _ = token_logp(hidden_BTD, policy.head_DV, target_BT)
+        return logp_BT, trace.experts_LBTK
+
+
+class Publisher:
+    """Pushes versions to the fleet, one at a time, in order."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        config: PolicyConfig,
+        probe: ProbeScorer,
+        dtype: str,
+        on_failed: Callable[[BaseException], None],
+    ) -> None:
+        """Takes its fleet.
+
+        Args:
+          fleet: where to.
+          config: the architecture, whose digest the engines compare with theirs.
+          probe: scores the probe.
+          dtype: of the tensors on the wire, "float32" or "bfloat16".
+          on_failed: called with the error, in the publishing thread, so that nobody waits for what will not come.
+        """
+        self._fleet = fleet
+        self._config = config
+        self._probe = probe
+        self._dtype = _DTYPES[dtype]
+        self._on_failed = on_failed
+        self._thread: threading.Thread | None = None
+        self._exported = threading.Event()
+        self._error: BaseException | None = None
+        self._last: Published | None = None
+
+    def start(self, state: TrainState, on_committed: Callable[[int], None]) -> None:
+        """Begins to publish this version; an earlier push is finished first.
+
+        Args:
+          state: whose parameters are pushed.
+          on_committed: called with the version, in the publishing thread, once every engine serves it.
+        """
+        self.finish()
+        probe = self._probe(state.params)
+        self._exported.clear()
+        arguments = (state, probe, on_committed)
+        self._thread = threading.Thread(target=self._push, args=arguments, name="publish", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Returns when nothing reads the parameters of `start` any more. Re-raises the push's failure."""
+        if self._thread is not None:
+            self._exported.wait()
+        self._raise()
+
+    def finish(self) -> None:
+        """Returns when the push is committed and what follows it has been started. Re-raises its failure."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._raise()
+
+    def published(self) -> Published | None:
+        """The last push, once (None if there was none since the last call)."""
+        last, self._last = self._last, None
+        return last
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _push(self, state: TrainState, probe: Probe, on_committed: Callable[[int], None]) -> None:
+        try:
+            began = time.monotonic()
+            tensors = dict(export_tensors(state.params, self._config, self._dtype))
+            version = state.version
+            del state
+            self._exported.set()
+            weights = Weights(version=version, model_digest=self._config.digest(), tensors=tensors)
+            exported = time.monotonic()
+            self._fleet.stage(weights)
+            staged = time.monotonic()
+            report = self._fleet.commit(version, probe, InFlight.FINISH)
+            self._last = Published(
+                version=version,
+                probe_mean_abs=report.mean_abs,
+                probe_max_abs=report.max_abs,
+                expert_coverage=probe.expert_coverage,
+                bytes=sum(array.nbytes for array in tensors.values()),
+                seconds_export=exported - began,
+                seconds_stage=staged - exported,
+                seconds_commit=time.monotonic() - staged,
+            )
+            on_committed(version)
+        except BaseException as error:  # re-raised by wait or finish, in the thread that can stop the run
+            self._error = error
+            self._on_failed(error)
+        finally:
+            self._exported.set()

@@ -1,0 +1,236 @@
+"""What a run is made of, built in order and taken down in reverse; and what happens at a window's edge.
+
+The loop's thread is the only one that launches computations. Two more threads talk to the fleet: `collect` (samples
+come in) and `publish` (weights go out); a failure of either reaches the loop at its next wait.
+"""
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from rollout_bridge import Fleet
+from sat_jax import objective as objectives
+from sat_jax.mesh import make_mesh
+from sat_jax.model import PolicyConfig
+from train.assemble import AssembleConfig, AssembleStats
+from train.buffer import Buffer
+from train.checkpoint import Checkpoints, Cut, Identity
+from train.collect import Collector
+from train.compiles import CompileCounter
+from train.config import RunConfig
+from train.engines import attach_fleet
+from train.publish import Publisher
+from train.reference import Reference
+from train.report import Report
+from train.setup import Problem, assembly, evaluate_held_out, header, make_problem, make_publisher
+from train.staleness import Schedule
+from train.start import start_or_restore
+from train.state import TrainState
+from train.step import Batch, Step, StepReport, host_batch
+
+
+@dataclasses.dataclass
+class Run:
+    """A run in progress.
+
+    Attributes:
+      config, folder: what, and where.
+      problem: data, tokenizer, verifier.
+      schedule: which version samples what.
+      mesh, graph, policy: where the policy lives, its static part, its architecture.
+      state: of the trainer.
+      step: the compiled functions.
+      reference: of the k3 term, or None.
+      assembly: what a batch must look like.
+      fleet, buffer, collector, publisher, checkpoints, report: see their modules.
+      compiles: programs compiled so far.
+      counters: figures that go on over a restart.
+    """
+
+    config: RunConfig
+    folder: Path
+    problem: Problem
+    schedule: Schedule
+    mesh: Mesh
+    graph: nnx.GraphDef
+    policy: PolicyConfig
+    state: TrainState
+    step: Step
+    reference: Reference | None
+    identity: Identity
+    assembly: AssembleConfig
+    fleet: Fleet
+    buffer: Buffer
+    collector: Collector
+    publisher: Publisher
+    checkpoints: Checkpoints
+    report: Report
+    compiles: CompileCounter
+    counters: dict[str, float]
+    _seen: dict[str, float] = dataclasses.field(default_factory=dict)
+    _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+    def begin(self) -> None:
+        """Makes the fleet serve the version that the schedule asks for, and asks it for the first groups."""
+        with self.report.phase("publish"):
+            if self.state.version < self.config.steps:
+                self.publisher.start(self.state, self.committed)
+                self.publisher.finish()
+
+    def reference_logps(self, batch: Batch) -> tuple[jax.Array, ...] | None:
+        """Log-probs under the frozen reference, or None without one."""
+        return None if self.reference is None else self.reference.logps(self.step, batch)
+
+    def at_edge(self, version: int) -> None:
+        """What a window's end asks for: a checkpoint when due, and the publication of what samples the next one."""
+        if not self.schedule.is_edge(version):
+            return
+        with self.report.phase("collect"):
+            # Older weights must have sampled everything that they are to sample before newer ones replace them.
+            self.buffer.wait(self.schedule.tickets_before_publish(version))
+        if self.schedule.due(version, self.config.checkpoint.every) or version == self.config.steps:
+            self.save()
+        if self.schedule.publishes(version) or self._evaluates(version):
+            with self.report.phase("publish"):
+                self.publisher.start(self.state, self.committed)
+
+    def save(self) -> None:
+        """Saves a cut of this moment."""
+        with self.report.phase("checkpoint"), self._lock:
+            self.checkpoints.save(
+                Cut(
+                    identity=self.identity,
+                    state=self.state,
+                    buffer=self.buffer.snapshot(),
+                    counters=dict(self.counters),
+                )
+            )
+
+    def committed(self, version: int) -> None:
+        """In the publishing thread, once the fleet serves `version`: evaluates if due, then asks for its groups."""
+        if self._evaluates(version):
+            self._evaluate(version)
+        self.collector.request(self.schedule.tickets_of_version(version), version)
+
+    def write(self, version: int, done: StepReport, assembled: AssembleStats) -> None:
+        """Records a step."""
+        published = self.publisher.published()
+        with self._lock:
+            seen, self._seen = self._seen, {}
+        metrics = {
+            **done.metrics,
+            **assembled.metrics(),
+            **self.buffer.stats().metrics(),
+            **(published.metrics() if published else {}),
+            **seen,
+            "learning_rate": float(np.asarray(self.config.optim.learning_rate()(version - 1))),
+            "compiles": float(self.compiles.count),
+        }
+        self.report.write(version, metrics, self.collector.samples(), assembled.lags)
+
+    def finish(self) -> None:
+        """Waits for the last evaluation and writes the summary."""
+        self.publisher.finish()
+        sides = {
+            side: {
+                name.removeprefix(f"{side}/"): value
+                for name, value in self.counters.items()
+                if name.startswith(f"{side}/")
+            }
+            for side in ("before", "after")
+        }
+        prompts = min(self.config.eval.prompts, len(self.problem.data.held_out))
+        facts = {
+            "compilations": f"{self.compiles.count} programs in {self.compiles.seconds:.0f} s, by the trainer",
+        }
+        self.report.write_summary({"prompts": prompts, **sides, "facts": facts})
+
+    def _evaluates(self, version: int) -> bool:
+        if not (self.config.eval.prompts and self.problem.data.held_out):
+            return False
+        first_or_last = version in (0, self.config.steps)
+        return first_or_last or self.schedule.due(version, self.config.eval.every)
+
+    def _evaluate(self, version: int) -> None:
+        result = evaluate_held_out(self.config, self.problem, self.fleet, self.buffer.progress)
+        side = {0: "before", self.config.steps: "after"}.get(version)
+        with self._lock:
+            self._seen |= result.metrics()
+            if side is not None:
+                self.counters |= {
+                    f"{side}/eval/sampled_accuracy": result.sampled,
+                    f"{side}/eval/greedy_accuracy": result.greedy,
+                    f"{side}/entropy": result.entropy,
+                }
+
+
+def require_finite(r: Run, done: StepReport, batch: Batch) -> None:
+    """Stops the run when a loss or gradient was not finite; the batch is saved, the state is as it was.
+
+    Raises:
+      ValueError: names the first cause that can be seen, and the saved batch.
+    """
+    if done.finite:
+        return
+    version = r.state.version
+    path = r.folder / f"nonfinite-v{version}.npz"
+    np.savez(path, allow_pickle=False, **host_batch(batch))  # pyright: ignore[reportArgumentType]
+    causes = [
+        cause
+        for micro, output in zip(batch, r.step.score(r.state.params, batch), strict=True)
+        if (cause := objectives.first_nonfinite(output.logp_BT, micro)) is not None
+    ]
+    raise ValueError(
+        f"step {version}: expected a finite loss and gradient, got loss {done.metrics['loss']}, gradient norm "
+        f"{done.metrics['grad_norm']}; {causes[0] if causes else 'the log-probs are finite: the gradient overflowed'}; "
+        f"the state is unchanged and the batch is in {path}"
+    )
+
+
+@contextlib.contextmanager
+def open_run(config: RunConfig, folder: Path, *, console: bool) -> Iterator[Run]:
+    """Builds a run: restores the newest cut of the folder, or makes version 0. Everything is closed on the way out."""
+    with contextlib.ExitStack() as stack:
+        problem = make_problem(config)
+        compiles = stack.enter_context(CompileCounter())
+        mesh = make_mesh(config.mesh)
+        report = stack.enter_context(Report(folder, header(config, problem, mesh, folder), console=console))
+        checkpoints = stack.enter_context(Checkpoints(folder / "checkpoints", config.checkpoint.keep))
+        engines = stack.enter_context(attach_fleet(config, problem, folder, report.event))
+        start = start_or_restore(config, problem, folder, mesh, checkpoints, report)
+        buffer = Buffer(max_lag=config.plan.max_lag, deadline=config.rollout.deadline, describe=engines.describe)
+        buffer.restore(start.cut.buffer)
+        collector = Collector(engines.fleet, problem.data, problem.tokenizer, problem.verifier, buffer, problem.collect)
+        stack.enter_context(collector)
+        # Before the collector is closed, so that a stream that waits for the engine ends.
+        stack.callback(engines.fleet.close)
+        step = Step(start.graph, start.optimizer, config.objective.config, config.sampling.temperature, start.cut.state)
+        yield Run(
+            config=config,
+            folder=folder,
+            problem=problem,
+            schedule=config.plan,
+            mesh=mesh,
+            graph=start.graph,
+            policy=problem.policy,
+            state=start.cut.state,
+            step=step,
+            reference=start.reference,
+            identity=start.cut.identity,
+            assembly=assembly(config, problem),
+            fleet=engines.fleet,
+            buffer=buffer,
+            collector=collector,
+            publisher=make_publisher(config, problem, start.graph, engines.fleet, buffer),
+            checkpoints=checkpoints,
+            report=report,
+            compiles=compiles,
+            counters=dict(start.cut.counters),
+        )

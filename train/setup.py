@@ -1,0 +1,150 @@
+"""From a config to the parts of a run that need neither a device state nor a fleet."""
+
+import dataclasses
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from rollout_bridge import Completion, Fleet
+from sat_jax.model import PolicyConfig
+from train.assemble import AssembleConfig
+from train.buffer import Buffer
+from train.collect import CollectSettings, to_attempt
+from train.config import RunConfig
+from train.data import Encoding, PromptData, read_examples, split
+from train.evaluate import Evaluation, evaluate
+from train.publish import PROBE_TOKENS, ProbeScorer, Publisher
+from train.rewards import Verifier, build_verifier, exact_match, score
+from train.run_folder import RunHeader
+from train.seeds import derive_seed
+from train.tokenizer import Tokenizer, build_tokenizer, stop_ids
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What is learnt: prompts, their encoding, the verifier, the policy's architecture, how it is sampled."""
+
+    tokenizer: Tokenizer
+    data: PromptData
+    verifier: Verifier
+    policy: PolicyConfig
+    collect: CollectSettings
+
+
+def make_problem(config: RunConfig) -> Problem:
+    """Reads the data and checks every line of it, so that a bad one is an error before the run.
+
+    Raises:
+      ValueError: the data, the tokenizer or the prompt cannot be used; see their modules.
+    """
+    examples = read_examples(config.data)
+    train, held_out = split(config.data, examples, config.seed)
+    texts = (text for e in examples for text in (config.prompt.render(e.prompt), e.answer))
+    tokenizer = build_tokenizer(config.tokenizer, texts)
+    encoding = Encoding(
+        tokenizer=tokenizer,
+        prompt=config.prompt,
+        max_new_tokens=config.sampling.max_new_tokens,
+        row_length=config.batch.row_length,
+    )
+    data = PromptData(train, held_out, encoding, config.seed)
+    collect = CollectSettings(
+        seed=config.seed,
+        group_size=config.batch.group_size,
+        temperature=config.sampling.temperature,
+        max_new_tokens=config.sampling.max_new_tokens,
+        stop_ids=stop_ids(tokenizer, config.prompt.stop),
+        want_trace=config.objective.replay,
+    )
+    policy = config.policy.build(
+        vocab_size=tokenizer.vocab_size, max_positions=max(config.batch.row_length, PROBE_TOKENS)
+    )
+    return Problem(
+        tokenizer=tokenizer,
+        data=data,
+        verifier=build_verifier(config.reward, config.seed),
+        policy=policy,
+        collect=collect,
+    )
+
+
+def assembly(config: RunConfig, problem: Problem) -> AssembleConfig:
+    """What a batch of this run must look like."""
+    return AssembleConfig(
+        batch=config.batch,
+        advantage=config.objective.advantage,
+        vocab_size=problem.policy.vocab_size,
+        moe_layers=problem.policy.layers,
+        experts=problem.policy.experts,
+        experts_per_token=problem.policy.experts_per_token,
+        temperature=config.sampling.temperature,
+        replay=config.objective.replay,
+    )
+
+
+def make_publisher(config: RunConfig, problem: Problem, graph: nnx.GraphDef, fleet: Fleet, buffer: Buffer) -> Publisher:
+    """The publisher with this run's probe."""
+    probe = ProbeScorer(graph, problem.policy, probe_tokens(problem.data, config.seed), config.rollout.probe_tolerance)
+    return Publisher(fleet, problem.policy, probe, config.rollout.dtype, on_failed=buffer.fail)
+
+
+def probe_tokens(data: PromptData, seed: int) -> np.ndarray:
+    """The run's probe: problems with their answers, one behind the other, int32[256].
+
+    Real text makes every expert work; which problems is a function of the seed, so the probe is the same at every
+    version and after every restart.
+    """
+    order = np.random.default_rng(derive_seed(seed, "probe")).permutation(len(data.train))
+    pieces: list[np.ndarray] = []
+    while sum(map(len, pieces)) < PROBE_TOKENS:
+        prompt = data.train[order[len(pieces) // 2 % len(order)]]
+        pieces += [prompt.tokens, prompt.answer_tokens]
+    return np.concatenate(pieces)[:PROBE_TOKENS].astype(np.int32)
+
+
+def header(config: RunConfig, problem: Problem, mesh: Mesh, folder: Path) -> RunHeader:
+    """What the report says was run."""
+    policy = problem.policy
+    device = mesh.devices.flat[0]
+    return RunHeader(
+        name=config.name,
+        steps=config.steps,
+        objective=config.objective.preset,
+        radii=config.objective.config.radii,
+        eps_low=config.objective.config.eps_low,
+        eps_high=config.objective.config.eps_high,
+        mode=config.schedule.mode,
+        lag=config.schedule.lag,
+        max_lag=config.plan.max_lag,
+        replay=config.objective.replay,
+        reward=config.reward,
+        seed=config.seed,
+        model=(
+            f"Qwen3-MoE, {policy.layers} layers of width {policy.width}, {policy.experts} experts "
+            f"(top {policy.experts_per_token}), {policy.dtype}; sampled in {config.rollout.dtype}"
+        ),
+        parameters=policy.num_parameters(),
+        device=f"{mesh.size} x {device.device_kind}",
+        warm_start_steps=config.warm_start.steps,
+        warm_start_noise=config.warm_start.noise if config.warm_start.steps else 0.0,
+        levels=config.alarms.levels(),
+        resume_command=f"{Path(sys.argv[0]).name} train {shlex.quote(str(folder / 'config.toml'))}",
+    )
+
+
+def evaluate_held_out(
+    config: RunConfig, problem: Problem, fleet: Fleet, progress: Callable[[], None] = lambda: None
+) -> Evaluation:
+    """Accuracy on held-out prompts at the version that the fleet serves; by exact match, whatever is trained on."""
+    prompts = problem.data.held_out[: config.eval.prompts]
+
+    def right(index: int, completion: Completion) -> float:
+        return score(exact_match, to_attempt(index, prompts[index], completion, problem.tokenizer))
+
+    sampling = dataclasses.replace(problem.collect.sampling(0), seed=derive_seed(config.seed, "evaluate") % 2**30)
+    return evaluate(fleet, [prompt.tokens for prompt in prompts], right, sampling, progress)

@@ -1,0 +1,213 @@
+"""The jitted functions of a run: measure, update, reference. The only file that calls `jax.jit` on a step.
+
+A batch is a tuple of equally shaped microbatches, so that its size never changes a program. `update` is a host loop of
+`grad_step` (the accumulator is donated) and one `apply`. With one microbatch `measure` is fused into `grad_step`, which
+then takes the threshold of its own batch: one forward pass fewer, the same number.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from sat_jax import objective as objectives
+from sat_jax.metrics import Mean, Metrics, Sum, merge
+from sat_jax.objective import ObjectiveConfig, policy_loss
+from sat_jax.types import Measured, PolicyOutput, TokenBatch
+from train.state import TrainState, shardings
+
+Batch = tuple[TokenBatch, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """What the whole optimizer batch says before its first gradient.
+
+    Attributes:
+      measured: per microbatch, the detached mismatch and the batch's threshold; None where `update` takes its own.
+      denominator: the global denominator of the loss, scalar float32; None where the one microbatch's own is global.
+    """
+
+    measured: tuple[Measured | None, ...]
+    denominator: jax.Array | None
+
+
+@dataclasses.dataclass(frozen=True)
+class StepReport:
+    """What an update did.
+
+    Attributes:
+      finite: loss and gradient norm were finite; if not, the state is the old one and its version unchanged.
+      metrics: host floats.
+    """
+
+    finite: bool
+    metrics: dict[str, float]
+
+
+class Step:
+    """Holds the compiled functions of one run: one policy structure, one objective, one mesh."""
+
+    def __init__(
+        self,
+        graph: nnx.GraphDef,
+        optimizer: optax.GradientTransformation,
+        objective: ObjectiveConfig,
+        temperature: float,
+        state: TrainState,
+    ) -> None:
+        """Builds the functions; nothing is compiled until the first call.
+
+        Args:
+          graph: static part of the policy.
+          optimizer: as it made `state.opt_state`.
+          objective: the loss.
+          temperature: of the sampling; logits are divided by it.
+          state: for its shardings.
+        """
+        self._graph = graph
+        self._optimizer = optimizer
+        self._objective = objective
+        self._temperature = temperature
+        mesh = nnx.merge(graph, state.params).mesh
+        kept = (shardings(state.params, mesh), shardings(state.opt_state, mesh))
+        self._score_jit = jax.jit(self._score)
+        self._mismatch_jit = jax.jit(self._mismatch)
+        self._threshold_jit = jax.jit(self._threshold)
+        self._values_jit = jax.jit(lambda metrics: {name: metric.value() for name, metric in metrics.items()})
+        self._denominator_jit = jax.jit(lambda micro: objectives.denominator(micro, objective))
+        self._grad_jit = jax.jit(self._grad, donate_argnums=1, out_shardings=(kept[0], None))
+        # The gradient is not donated: nothing that comes out could take its buffer.
+        self._apply_jit = jax.jit(self._apply, donate_argnums=(0, 1), out_shardings=(*kept, None))
+
+    def score(self, params: nnx.State, batch: Sequence[TokenBatch]) -> tuple[PolicyOutput, ...]:
+        """Scores every microbatch at the sampling temperature, forward only."""
+        return tuple(self._score_jit(params, micro) for micro in batch)
+
+    def measure(self, state: TrainState, batch: Batch) -> Measurement:
+        """Looks at the whole optimizer batch: the threshold and the denominator are statistics of all of it."""
+        if len(batch) == 1:
+            return Measurement(measured=(None,), denominator=None)
+        denominator = jnp.sum(jnp.stack([self._denominator_jit(micro) for micro in batch]))
+        if not self._objective.needs_measure:
+            return Measurement(measured=(None,) * len(batch), denominator=denominator)
+        mismatches = tuple(self._mismatch_jit(state.params, micro) for micro in batch)
+        threshold = self._threshold_jit(mismatches, batch)
+        measured = tuple(Measured(mismatch_BT=mismatch_BT, threshold=threshold) for mismatch_BT in mismatches)
+        return Measurement(measured=measured, denominator=denominator)
+
+    def update(
+        self, state: TrainState, batch: Batch, measurement: Measurement, ref_logps: Sequence[jax.Array] | None = None
+    ) -> tuple[TrainState, StepReport]:
+        """One optimizer step. `state`'s buffers are donated: nobody may read them afterwards.
+
+        Args:
+          state: the state to advance.
+          batch: the optimizer batch.
+          measurement: of this batch by this state.
+          ref_logps: log-probs under the frozen reference per microbatch, nats; needed when kl_coef > 0.
+
+        Returns:
+          The new state (the old values and version, should anything not be finite) and what happened.
+        """
+        gradients, metrics = None, None
+        for index, micro in enumerate(batch):
+            ref_logp_BT = None if ref_logps is None else ref_logps[index]
+            gradients, seen = self._grad_jit(
+                state.params, gradients, micro, measurement.measured[index], measurement.denominator, ref_logp_BT
+            )
+            metrics = seen if metrics is None else merge(metrics, seen)
+        assert gradients is not None, "a batch has at least one microbatch"
+        assert metrics is not None, "a batch has at least one microbatch"
+        params, opt_state, (norm, finite) = self._apply_jit(
+            state.params, state.opt_state, gradients, metrics["loss"].value()
+        )
+        seen, norm, finite = jax.device_get((self._values_jit(metrics), norm, finite))
+        ok = bool(finite)
+        seen = {name: float(value) for name, value in seen.items()}
+        seen |= {"grad_norm": float(norm), "microbatches": float(len(batch))}
+        return TrainState(state.version + ok, params, opt_state), StepReport(finite=ok, metrics=seen)
+
+    def _score(self, params: nnx.State, micro: TokenBatch) -> PolicyOutput:
+        with jax.named_scope("score"):
+            return nnx.merge(self._graph, params).score(micro, self._temperature)
+
+    def _mismatch(self, params: nnx.State, micro: TokenBatch) -> jax.Array:
+        return objectives.mismatch(self._score(params, micro).logp_BT, micro, self._objective)
+
+    def _threshold(self, mismatches: tuple[jax.Array, ...], batch: Batch) -> jax.Array:
+        # Stacked on a new axis, not concatenated: every row stays on the device that holds it.
+        mask = jnp.stack([micro.loss_mask_BT for micro in batch])
+        advantage = jnp.stack([micro.advantage_BT for micro in batch])
+        return objectives.batch_threshold(jnp.stack(mismatches), mask, advantage, self._objective)
+
+    def _grad(
+        self,
+        params: nnx.State,
+        accumulated: nnx.State | None,
+        micro: TokenBatch,
+        measured: Measured | None,
+        denominator: jax.Array | None,
+        ref_logp_BT: jax.Array | None,
+    ) -> tuple[nnx.State, Metrics]:
+        def loss(params: nnx.State) -> tuple[jax.Array, Metrics]:
+            output = self._score(params, micro)
+            report = policy_loss(
+                output.logp_BT,
+                micro,
+                self._objective,
+                measured=measured,
+                ref_logp_BT=ref_logp_BT,
+                denominator=denominator,
+            )
+            return report.loss, report.metrics | _policy_metrics(output, micro) | {"loss": Sum(report.loss)}
+
+        with jax.named_scope("gradient"):
+            (_, metrics), gradients = jax.value_and_grad(loss, has_aux=True)(params)
+        if accumulated is not None:
+            gradients = jax.tree.map(jnp.add, accumulated, gradients)
+        return gradients, metrics
+
+    def _apply(self, params: nnx.State, opt_state: Any, gradients: nnx.State, loss: jax.Array) -> tuple[Any, Any, Any]:
+        with jax.named_scope("apply"):
+            norm = optax.tree.norm(gradients)
+            finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+            updates, advanced = self._optimizer.update(gradients, opt_state, params)
+            stepped = optax.apply_updates(params, updates)
+
+        # The old buffers are donated, so the choice between old and new has to be made in here.
+        def keep(new: Any, old: Any) -> Any:
+            return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+
+        return keep(stepped, params), keep(advanced, opt_state), (norm, finite)
+
+
+def _policy_metrics(output: PolicyOutput, micro: TokenBatch) -> Metrics:
+    """Entropy over active tokens; agreement and absence of replayed routes over real positions."""
+    active_BT = micro.loss_mask_BT
+    real_BT = micro.segment_BT > 0
+    replayed_BT = micro.trace.present_BT & real_BT
+    count = jnp.sum(real_BT).astype(jnp.float32)
+    return {
+        "entropy": _mean(output.entropy_BT, active_BT),
+        "routing/agreement": _mean(output.agreement_BT, replayed_BT),
+        "routing/missing": Mean(count - jnp.sum(replayed_BT), count),
+    }
+
+
+def _mean(value_BT: jax.Array, mask_BT: jax.Array) -> Mean:
+    return Mean(jnp.sum(jnp.where(mask_BT, value_BT, 0)), jnp.sum(mask_BT).astype(jnp.float32))
+
+
+def host_batch(batch: Batch) -> dict[str, np.ndarray]:
+    """A batch as plain arrays by name, microbatches numbered, for saving beside a run that stopped."""
+    return {
+        f"micro{index}{jax.tree_util.keystr(path)}": np.asarray(leaf)
+        for index, micro in enumerate(batch)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(micro)
+    }
