@@ -116,8 +116,17 @@ def check_probe(probe: Probe, model: ModelInfo) -> None:
     count = len(probe.tokens)
     _require(count >= MIN_PROBE_TOKENS, lambda: f"probe: expected at least {MIN_PROBE_TOKENS} tokens, got {count}")
     _check_ids(probe.tokens, model, "probe: tokens")
-    bad = ~(np.isfinite(probe.logp) & (probe.logp <= 0))
+    _require(
+        sum(probe.lengths) == count and min(probe.lengths) >= 2,
+        lambda: f"probe: expected sequences of 2 or more tokens, {count} in all, got lengths {list(probe.lengths)}",
+    )
+    longest = max(probe.lengths)
+    _require(
+        longest <= model.max_tokens,
+        lambda: f"probe: expected sequences of at most {model.max_tokens} tokens, got {longest}",
+    )
     _require(len(probe.logp) == count - 1, lambda: f"probe: expected {count - 1} log-probs, got {len(probe.logp)}")
+    bad = ~(np.isfinite(probe.logp) & (probe.logp <= 0)) & probe.compared
     _require(not bad.any(), lambda: f"probe: expected finite log-probs <= 0, got {_first(probe.logp, bad)}")
     _require(
         math.isfinite(probe.tolerance) and probe.tolerance > 0,

@@ -219,6 +219,7 @@ def encode_commit(version: int, digest: str, probe: Probe, in_flight: InFlight) 
         digest=digest,
         probe=pb.Probe(
             tokens_T=probe.tokens.tolist(),
+            lengths=probe.lengths,
             logp_T=probe.logp.tolist(),
             tolerance=probe.tolerance,
             expert_coverage=probe.expert_coverage,
@@ -231,6 +232,7 @@ def decode_commit(message: pb.CommitRequest) -> tuple[int, str, Probe, InFlight]
     """Version, digest, probe and in-flight policy of a commit."""
     probe = Probe(
         tokens=np.array(message.probe.tokens_T, np.int32),
+        lengths=tuple(message.probe.lengths),
         logp=np.array(message.probe.logp_T, np.float32),
         tolerance=message.probe.tolerance,
         expert_coverage=message.probe.expert_coverage,

@@ -192,17 +192,44 @@ class StageReport:
 class Probe:
     """What an engine must reproduce before a version goes live.
 
+    Several sequences such as the policy is trained on, one behind the other: on text far from that, the numerics of a
+    half-precision engine are noise that hides a wrong tensor.
+
     Attributes:
-      tokens: int32[N], N >= 256.
-      logp: float32[N - 1], the trainer's log-prob of tokens[1:] at temperature 1, free routing, at the pushed version.
+      tokens: int32[N], N >= 256, of all sequences.
+      lengths: tokens of each sequence, at least 2 each; they add up to N.
+      logp: float32[N - 1], the trainer's log-prob of tokens[1:] at temperature 1, free routing, at the pushed version;
+        anything where the next token begins another sequence.
       tolerance: largest accepted mean of |difference|, nats.
       expert_coverage: share in [0, 1] of (layer, expert) pairs that the probe's own routes touch.
     """
 
     tokens: np.ndarray
+    lengths: tuple[int, ...]
     logp: np.ndarray
     tolerance: float
     expert_coverage: float
+
+    @property
+    def segments(self) -> np.ndarray:
+        """int32[N], the sequence that each token belongs to, from 1."""
+        return np.repeat(np.arange(1, len(self.lengths) + 1, dtype=np.int32), self.lengths)
+
+    @property
+    def positions(self) -> np.ndarray:
+        """int32[N], each token's position in its own sequence."""
+        return np.concatenate([np.arange(length, dtype=np.int32) for length in self.lengths])
+
+    @property
+    def compared(self) -> np.ndarray:
+        """bool[N - 1]: whether tokens[1:] goes on with the sequence of the token before it."""
+        segments = self.segments
+        return segments[1:] == segments[:-1]
+
+    def compare(self, logp: np.ndarray) -> "ProbeReport":
+        """How an engine's log-probs of tokens[1:], float32[N - 1], reproduce the trainer's."""
+        difference = np.abs(logp - self.logp)[self.compared]
+        return ProbeReport(mean_abs=float(difference.mean()), max_abs=float(difference.max()))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sat_jax.order_statistic import ABSENT_BITS, count, kth_smallest_bits
 from sat_jax.shapes import check_shapes
 from sat_jax.types import ClipRadii
 
 _INFINITY_BITS = 0x7F800000
-_BEYOND_NAN_BITS = 0x7FFFFFFF
 # Quantiles are decimals that people write; a denominator up to this holds six digits exactly.
 _LARGEST_DENOMINATOR = 10**6
 
@@ -66,8 +66,7 @@ class SatConfig:
 def tail_threshold(mismatch_BT: jax.Array, mask_BT: jax.Array, quantile: float) -> jax.Array:
     """Order statistic of rank ceil(quantile * N) of |mismatch| over the N active tokens, exactly.
 
-    No interpolation, no sort, and no gather when the batch is sharded: the answer's 31 bits are found by bisection,
-    because the bit patterns of non-negative floats are ordered as integers. Each step counts once over the batch.
+    No interpolation, no sort, and no gather when the batch is sharded (`sat_jax.order_statistic`).
 
     Args:
       mismatch_BT: log pi - log mu, nats; any shape (a leading microbatch axis is welcome), read as float32.
@@ -87,19 +86,10 @@ def tail_threshold(mismatch_BT: jax.Array, mask_BT: jax.Array, quantile: float) 
     if not 0 < quantile < 1:
         raise ValueError(f"quantile: expected a number in (0, 1), got {quantile}")
     magnitude_BT = jnp.abs(lax.stop_gradient(mismatch_BT).astype(jnp.float32))
-    bits_BT = lax.bitcast_convert_type(magnitude_BT, jnp.int32)
-    bits_BT = jnp.where(mask_BT, bits_BT, _BEYOND_NAN_BITS)
-    active = jnp.sum(mask_BT, dtype=jnp.int32)
-    rank = tail_rank(active, quantile)
-
-    def halve(_: int, bracket: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        low, high = bracket
-        middle = low + (high - low) // 2
-        enough = jnp.sum(bits_BT <= middle, dtype=jnp.int32) >= rank
-        return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high)
-
-    bits, _ = lax.fori_loop(0, 31, halve, (jnp.int32(0), jnp.int32(_BEYOND_NAN_BITS - 1)))
-    return jnp.where(active > 0, lax.bitcast_convert_type(bits, jnp.float32), jnp.float32(0))
+    bits_BT = jnp.where(mask_BT, lax.bitcast_convert_type(magnitude_BT, jnp.int32), ABSENT_BITS)
+    active = count(mask_BT)
+    bits = kth_smallest_bits(bits_BT, tail_rank(active, quantile), active)
+    return jnp.where(active > 0, lax.bitcast_convert_type(bits, jnp.float32), 0)
 
 
 def tail_rank(active: jax.Array, quantile: float) -> jax.Array:

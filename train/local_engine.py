@@ -194,7 +194,7 @@ class LocalEngine:
     def close(self) -> None:
         """Aborts what runs and ends the thread."""
         self._closing = True
-        self._commands.put(lambda worker: worker.abort(None))
+        self._commands.put(lambda worker: None)  # wakes it
         self._thread.join()
 
     def take_push(self, manifest: Manifest, tensors: dict[str, np.ndarray]) -> None:
@@ -267,6 +267,7 @@ class LocalEngine:
             self._worker = worker
             while not self._closing:
                 self._obey(worker, wait=not worker.turn())
+            worker.abort(None)
         except BaseException as error:  # told to whoever calls, and to the process that serves the engine
             self._failure = error
 

@@ -9,11 +9,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from rollout_bridge.messages import SampleRequest
+from rollout_bridge.messages import Probe, SampleRequest
 from sat_jax import sampler
 from sat_jax.logprob import token_logp
 from sat_jax.model import Policy, PolicyConfig
@@ -112,25 +111,24 @@ class LocalPrograms:
         ]
         return jax.tree.map(lambda *leaves: np.concatenate(leaves)[: len(slots)], *parts)
 
-    def score(self, weights: nnx.State, tokens: np.ndarray) -> np.ndarray:
-        """Log-probs of tokens[1:] at temperature 1 with free routing, float32[N - 1], nats."""
-        count = len(tokens) - 1
+    def score(self, weights: nnx.State, probe: Probe) -> np.ndarray:
+        """Log-probs of the probe's tokens[1:] at temperature 1 with free routing, float32[N - 1], nats."""
+        count = len(probe.tokens) - 1
         padded = -(-count // _PROBE_STEP) * _PROBE_STEP
-        input_BT, target_BT = np.zeros((2, 1, padded), np.int32)
-        input_BT[0, :count], target_BT[0, :count] = tokens[:-1], tokens[1:]
-        segment_BT = (np.arange(padded)[None] < count).astype(np.int32)
-        logp_BT = self._probe_program(padded)(weights, input_BT, target_BT, segment_BT)
+        input_BT, target_BT, segment_BT, position_BT = np.zeros((4, 1, padded), np.int32)
+        input_BT[0, :count], target_BT[0, :count] = probe.tokens[:-1], probe.tokens[1:]
+        segment_BT[0, :count], position_BT[0, :count] = probe.segments[:-1], probe.positions[:-1]
+        logp_BT = self._probe_program(padded)(weights, input_BT, target_BT, segment_BT, position_BT)
         return np.array(logp_BT[0, :count])
 
     def _probe_program(self, length: int) -> Any:
         if length not in self._probes:
             row_BT = np.zeros((1, length), np.int32)
-            self._probes[length] = self._compile(self._score, (), self._weight_shapes, row_BT, row_BT, row_BT)
+            self._probes[length] = self._compile(self._score, (), self._weight_shapes, *(row_BT,) * 4)
         return self._probes[length]
 
-    def _score(self, weights, input_BT, target_BT, segment_BT):
+    def _score(self, weights, input_BT, target_BT, segment_BT, position_BT):
         policy = nnx.merge(self._graph, weights)
-        position_BT = jnp.arange(input_BT.shape[1], dtype=jnp.int32)[None]
         hidden_BTD, _ = policy(input_BT, segment_BT, position_BT)
         return token_logp(hidden_BTD, policy.head_DV, target_BT)[0]
 

@@ -233,14 +233,13 @@ class LocalWorker:
 
     def _verify(self, staged: StagedWeights, probe: Probe) -> ProbeReport:
         """Compares the probe's log-probs under the staged weights with the trainer's."""
-        difference = np.abs(self._programs.score(staged.weights, probe.tokens) - probe.logp)
-        report = ProbeReport(mean_abs=float(difference.mean()), max_abs=float(difference.max()))
+        report = probe.compare(self._programs.score(staged.weights, probe))
         if not report.mean_abs <= probe.tolerance:  # also when it is NaN
             live = "nothing serves" if self._version < 0 else f"version {self._version} serves on"
             raise Fatal(
                 f"probe of version {staged.manifest.version}: expected mean |log-prob difference| of at most "
                 f"{probe.tolerance:.4g} nats, got {report.mean_abs:.4g} (largest {report.max_abs:.4g}, "
-                f"{len(difference)} tokens, engine {self._engine_id} in {self._dtype}); the push is dropped, {live}; "
+                f"{len(probe.tokens)} tokens, engine {self._engine_id} in {self._dtype}); the push is dropped, {live}; "
                 "check that every tensor was exported under its own name"
             )
         return report

@@ -8,11 +8,10 @@ may donate them, and re-raises what went wrong in the thread.
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from flax import nnx
@@ -59,44 +58,52 @@ class Published:
 class ProbeScorer:
     """Scores the fixed probe by the trainer: its log-probs at temperature 1 with free routing."""
 
-    def __init__(self, graph: nnx.GraphDef, config: PolicyConfig, tokens: np.ndarray, tolerance: float) -> None:
+    def __init__(
+        self, graph: nnx.GraphDef, config: PolicyConfig, sequences: Sequence[np.ndarray], tolerance: float
+    ) -> None:
         """Takes the probe.
 
         Args:
           graph: static part of the policy.
           config: its architecture.
-          tokens: int32[N], the same at every version of a run.
+          sequences: int32[n] each, such as the policy is trained on; the same at every version of a run.
           tolerance: largest accepted mean |difference|, nats.
 
         Raises:
-          ValueError: fewer than 256 tokens.
+          ValueError: fewer than 256 tokens in all.
         """
+        tokens = np.concatenate(sequences).astype(np.int32)
         if len(tokens) < PROBE_TOKENS:
             raise ValueError(f"probe: expected at least {PROBE_TOKENS} tokens, got {len(tokens)}")
         self._graph = graph
         self._config = config
-        self._tokens = np.asarray(tokens, np.int32)
-        self._tolerance = tolerance
+        self._probe = Probe(
+            tokens=tokens,
+            lengths=tuple(map(len, sequences)),
+            logp=np.zeros(len(tokens) - 1, np.float32),
+            tolerance=tolerance,
+            expert_coverage=0.0,
+        )
         self._score_jit = jax.jit(self._score)
 
     def __call__(self, params: nnx.State) -> Probe:
         """The probe with the log-probs that an engine must reproduce under `params`."""
-        logp_BT, experts_LBTK = self._score_jit(params, self._tokens[None])
+        probe = self._probe
+        logp_BT, experts_LBTK = self._score_jit(params, probe.tokens[None], probe.segments[None], probe.positions[None])
         experts_LK = np.asarray(experts_LBTK).reshape(experts_LBTK.shape[0], -1)
         seen = sum(len(np.unique(row)) for row in experts_LK)
-        return Probe(
-            tokens=self._tokens,
+        return dataclasses.replace(
+            probe,
             logp=np.array(logp_BT[0], np.float32),
-            tolerance=self._tolerance,
             expert_coverage=seen / max(len(experts_LK) * self._config.experts, 1),
         )
 
-    def _score(self, params: nnx.State, tokens_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _score(
+        self, params: nnx.State, token_BT: jax.Array, segment_BT: jax.Array, position_BT: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         policy = nnx.merge(self._graph, params)
-        input_BT, target_BT = tokens_BT[:, :-1], tokens_BT[:, 1:]
-        position_BT = jnp.broadcast_to(jnp.arange(input_BT.shape[1], dtype=jnp.int32), input_BT.shape)
-        hidden_BTD, trace = policy(input_BT, jnp.ones_like(input_BT), position_BT)
-        logp_BT, _ = token_logp(hidden_BTD, policy.head_DV, target_BT)
+        hidden_BTD, trace = policy(token_BT[:, :-1], segment_BT[:, :-1], position_BT[:, :-1])
+        logp_BT, _ = token_logp(hidden_BTD, policy.head_DV, token_BT[:, 1:])
         return logp_BT, trace.experts_LBTK
 
 

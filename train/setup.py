@@ -61,9 +61,7 @@ def make_problem(config: RunConfig) -> Problem:
         stop_ids=stop_ids(tokenizer, config.prompt.stop),
         want_trace=config.objective.replay,
     )
-    policy = config.policy.build(
-        vocab_size=tokenizer.vocab_size, max_positions=max(config.batch.row_length, PROBE_TOKENS)
-    )
+    policy = config.policy.build(vocab_size=tokenizer.vocab_size, max_positions=config.batch.row_length)
     return Problem(
         tokenizer=tokenizer,
         data=data,
@@ -89,22 +87,24 @@ def assembly(config: RunConfig, problem: Problem) -> AssembleConfig:
 
 def make_publisher(config: RunConfig, problem: Problem, graph: nnx.GraphDef, fleet: Fleet, buffer: Buffer) -> Publisher:
     """The publisher with this run's probe."""
-    probe = ProbeScorer(graph, problem.policy, probe_tokens(problem.data, config.seed), config.rollout.probe_tolerance)
+    probe = ProbeScorer(
+        graph, problem.policy, probe_sequences(problem.data, config.seed), config.rollout.probe_tolerance
+    )
     return Publisher(fleet, problem.policy, probe, config.rollout.dtype, on_failed=buffer.fail)
 
 
-def probe_tokens(data: PromptData, seed: int) -> np.ndarray:
-    """The run's probe: problems with their answers, one behind the other, int32[256].
+def probe_sequences(data: PromptData, seed: int) -> list[np.ndarray]:
+    """The run's probe: problems with their answers, at least 256 tokens in all.
 
     Real text makes every expert work; which problems is a function of the seed, so the probe is the same at every
     version and after every restart.
     """
     order = np.random.default_rng(derive_seed(seed, "probe")).permutation(len(data.train))
-    pieces: list[np.ndarray] = []
-    while sum(map(len, pieces)) < PROBE_TOKENS:
-        prompt = data.train[order[len(pieces) // 2 % len(order)]]
-        pieces += [prompt.tokens, prompt.answer_tokens]
-    return np.concatenate(pieces)[:PROBE_TOKENS].astype(np.int32)
+    sequences: list[np.ndarray] = []
+    while sum(map(len, sequences)) < PROBE_TOKENS:
+        prompt = data.train[order[len(sequences) % len(order)]]
+        sequences.append(np.concatenate([prompt.tokens, prompt.answer_tokens]))
+    return sequences
 
 
 def header(config: RunConfig, problem: Problem, mesh: Mesh, folder: Path) -> RunHeader:

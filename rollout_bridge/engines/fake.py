@@ -156,10 +156,8 @@ class FakeEngine:
             return live.report
         if staged is None or staged.version != version or version <= (-1 if live is None else live.version):
             raise Fatal(f"commit of version {version}: expected it staged, above the live one, got {self.status()}")
-        difference = np.abs(fake_logp(staged.weights, probe.tokens, 1.0) - probe.logp)
-        if self._strikes(Fault.FAIL_COMMIT):
-            difference = difference + 1.0
-        report = ProbeReport(mean_abs=float(difference.mean()), max_abs=float(difference.max()))
+        logp = fake_logp(staged.weights, probe.tokens, 1.0)
+        report = probe.compare(logp - 1.0 if self._strikes(Fault.FAIL_COMMIT) else logp)
         if report.mean_abs > probe.tolerance:
             self.discard()
             raise Fatal(

@@ -49,7 +49,7 @@ def fake_probe(weights: Weights, model: ModelInfo, *, tolerance: float = 1e-3) -
     """A probe that engines with these weights reproduce exactly."""
     tokens = (_mix(np.arange(256, dtype=np.uint64)) % np.uint64(model.vocab_size)).astype(np.int32)
     logp = fake_logp(fingerprint(dict(weights.tensors)), tokens, temperature=1.0)
-    return Probe(tokens=tokens, logp=logp, tolerance=tolerance, expert_coverage=1.0)
+    return Probe(tokens=tokens, lengths=(8,) * 32, logp=logp, tolerance=tolerance, expert_coverage=1.0)
 
 
 def fingerprint(tensors: dict[str, np.ndarray]) -> int:

@@ -24,21 +24,21 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"rollout_bridge/proto/rollout.proto\x12\x12sat_jax.rollout.v1\"u\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x16\n\x0emax_new_tokens\x18\x04 \x01(\x05\x12\x10\n\x08stop_ids\x18\x05 \x03(\x05\x12\x0c\n\x04seed\x18\x06 \x01(\x03\"\xaa\x01\n\rSampleRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x17\n\x0fprompt_tokens_T\x18\x02 \x03(\x05\x12.\n\x08sampling\x18\x03 \x01(\x0b\x32\x1c.sat_jax.rollout.v1.Sampling\x12\x0f\n\x07members\x18\x04 \x03(\x05\x12\x12\n\nwant_trace\x18\x05 \x01(\x08\x12\x17\n\x0f\x61lready_sampled\x18\x06 \x01(\x05\"-\n\nVersionRun\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x0e\n\x06length\x18\x02 \x01(\x05\"B\n\x11LogprobDefinition\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\x18\n\x10\x61\x66ter_truncation\x18\x02 \x01(\x08\"\xa7\x01\n\x05Trace\x12\x13\n\x0b\x65xperts_TLK\x18\x01 \x01(\x0c\x12\x10\n\x08id_bytes\x18\x02 \x01(\x05\x12\x0e\n\x06rows_T\x18\x03 \x01(\x05\x12\x10\n\x08layers_L\x18\x04 \x01(\x05\x12\x0f\n\x07slots_K\x18\x05 \x01(\x05\x12\x11\n\tfirst_row\x18\x06 \x01(\x05\x12\x31\n\tversion_T\x18\x07 \x03(\x0b\x32\x1e.sat_jax.rollout.v1.VersionRun\"\xaf\x02\n\nCompletion\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06member\x18\x02 \x01(\x05\x12\x10\n\x08tokens_T\x18\x03 \x03(\x05\x12\x17\n\x0f\x62\x65havior_logp_T\x18\x04 \x03(\x02\x12\x31\n\tversion_T\x18\x05 \x03(\x0b\x32\x1e.sat_jax.rollout.v1.VersionRun\x12(\n\x05trace\x18\x06 \x01(\x0b\x32\x19.sat_jax.rollout.v1.Trace\x12*\n\x06\x66inish\x18\x07 \x01(\x0e\x32\x1a.sat_jax.rollout.v1.Finish\x12\x11\n\tengine_id\x18\x08 \x01(\t\x12\x36\n\x07logprob\x18\t \x01(\x0b\x32%.sat_jax.rollout.v1.LogprobDefinition\"S\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12(\n\x05\x64type\x18\x02 \x01(\x0e\x32\x19.sat_jax.rollout.v1.DType\x12\r\n\x05shape\x18\x03 \x03(\x03\"\x11\n\x0fGetModelRequest\"\xdc\x01\n\tModelInfo\x12\x14\n\x0cmodel_digest\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\x05\x12\x12\n\nmoe_layers\x18\x03 \x01(\x05\x12\x13\n\x0bnum_experts\x18\x04 \x01(\x05\x12\r\n\x05top_k\x18\x05 \x01(\x05\x12\x12\n\nmax_tokens\x18\x06 \x01(\x05\x12/\n\x07tensors\x18\x07 \x03(\x0b\x32\x1e.sat_jax.rollout.v1.TensorSpec\x12(\n\x05\x64type\x18\x08 \x01(\x0e\x32\x19.sat_jax.rollout.v1.DType\"r\n\x08Manifest\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x14\n\x0cmodel_digest\x18\x02 \x01(\t\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12/\n\x07tensors\x18\x04 \x03(\x0b\x32\x1e.sat_jax.rollout.v1.TensorSpec\"G\n\x05\x43hunk\x12\x0e\n\x06tensor\x18\x01 \x01(\x05\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x06\"t\n\x0cStageRequest\x12\x30\n\x08manifest\x18\x01 \x01(\x0b\x32\x1c.sat_jax.rollout.v1.ManifestH\x00\x12*\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x19.sat_jax.rollout.v1.ChunkH\x00\x42\x06\n\x04part\"\xc9\x01\n\nStageReply\x12\x33\n\x05state\x18\x01 \x01(\x0e\x32$.sat_jax.rollout.v1.StageReply.State\x12\r\n\x05\x62ytes\x18\x02 \x01(\x03\x12\x11\n\tengine_id\x18\x03 \x01(\t\"d\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x12\n\x0eSTATE_RECEIVED\x10\x01\x12\x18\n\x14STATE_ALREADY_STAGED\x10\x02\x12\x16\n\x12STATE_ALREADY_LIVE\x10\x03\"U\n\x05Probe\x12\x10\n\x08tokens_T\x18\x01 \x03(\x05\x12\x0e\n\x06logp_T\x18\x02 \x03(\x02\x12\x11\n\ttolerance\x18\x03 \x01(\x01\x12\x17\n\x0f\x65xpert_coverage\x18\x04 \x01(\x01\"\x8b\x01\n\rCommitRequest\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12(\n\x05probe\x18\x03 \x01(\x0b\x32\x19.sat_jax.rollout.v1.Probe\x12/\n\tin_flight\x18\x04 \x01(\x0e\x32\x1c.sat_jax.rollout.v1.InFlight\"C\n\x0b\x43ommitReply\x12\x10\n\x08mean_abs\x18\x01 \x01(\x01\x12\x0f\n\x07max_abs\x18\x02 \x01(\x01\x12\x11\n\tengine_id\x18\x03 \x01(\t\"\x10\n\x0e\x44iscardRequest\"\x0e\n\x0c\x44iscardReply\"?\n\x0cPauseRequest\x12/\n\tin_flight\x18\x01 \x01(\x0e\x32\x1c.sat_jax.rollout.v1.InFlight\"\x0c\n\nPauseReply\"\x0f\n\rResumeRequest\"\r\n\x0bResumeReply\"7\n\x0c\x41\x62ortRequest\x12\x12\n\neverything\x18\x01 \x01(\x08\x12\x13\n\x0brequest_ids\x18\x02 \x03(\t\"\x0c\n\nAbortReply\"B\n\rStatusRequest\x12\x16\n\x0e\x66ollow_seconds\x18\x01 \x01(\x01\x12\x19\n\x11heartbeat_seconds\x18\x02 \x01(\x01\"\xb2\x01\n\x0c\x45ngineStatus\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12,\n\x07serving\x18\x02 \x01(\x0e\x32\x1b.sat_jax.rollout.v1.Serving\x12\x0f\n\x07version\x18\x03 \x01(\x03\x12\x1b\n\x0estaged_version\x18\x04 \x01(\x03H\x00\x88\x01\x01\x12\x0f\n\x07running\x18\x05 \x01(\x05\x12\x0f\n\x07waiting\x18\x06 \x01(\x05\x42\x11\n\x0f_staged_version\"\xbc\x01\n\x0b\x45rrorDetail\x12\x32\n\x04kind\x18\x01 \x01(\x0e\x32$.sat_jax.rollout.v1.ErrorDetail.Kind\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x03\"U\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x12\n\x0eKIND_RETRYABLE\x10\x01\x12\x0e\n\nKIND_FATAL\x10\x02\x12\x13\n\x0fKIND_NOT_STAGED\x10\x03*V\n\x06\x46inish\x12\x16\n\x12\x46INISH_UNSPECIFIED\x10\x00\x12\x0f\n\x0b\x46INISH_STOP\x10\x01\x12\x11\n\rFINISH_LENGTH\x10\x02\x12\x10\n\x0c\x46INISH_ABORT\x10\x03*E\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT32\x10\x01\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x02*g\n\x08InFlight\x12\x19\n\x15IN_FLIGHT_UNSPECIFIED\x10\x00\x12\x14\n\x10IN_FLIGHT_FINISH\x10\x01\x12\x15\n\x11IN_FLIGHT_RETRACT\x10\x02\x12\x13\n\x0fIN_FLIGHT_ABORT\x10\x03*d\n\x07Serving\x12\x17\n\x13SERVING_UNSPECIFIED\x10\x00\x12\x13\n\x0fSERVING_SERVING\x10\x01\x12\x12\n\x0eSERVING_PAUSED\x10\x02\x12\x17\n\x13SERVING_NOT_SERVING\x10\x03\x32\xe3\x05\n\rRolloutBridge\x12N\n\x08GetModel\x12#.sat_jax.rollout.v1.GetModelRequest\x1a\x1d.sat_jax.rollout.v1.ModelInfo\x12M\n\x06Sample\x12!.sat_jax.rollout.v1.SampleRequest\x1a\x1e.sat_jax.rollout.v1.Completion0\x01\x12R\n\x0cStageWeights\x12 .sat_jax.rollout.v1.StageRequest\x1a\x1e.sat_jax.rollout.v1.StageReply(\x01\x12S\n\rCommitWeights\x12!.sat_jax.rollout.v1.CommitRequest\x1a\x1f.sat_jax.rollout.v1.CommitReply\x12U\n\rDiscardStaged\x12\".sat_jax.rollout.v1.DiscardRequest\x1a .sat_jax.rollout.v1.DiscardReply\x12I\n\x05Pause\x12 .sat_jax.rollout.v1.PauseRequest\x1a\x1e.sat_jax.rollout.v1.PauseReply\x12L\n\x06Resume\x12!.sat_jax.rollout.v1.ResumeRequest\x1a\x1f.sat_jax.rollout.v1.ResumeReply\x12I\n\x05\x41\x62ort\x12 .sat_jax.rollout.v1.AbortRequest\x1a\x1e.sat_jax.rollout.v1.AbortReply\x12O\n\x06Status\x12!.sat_jax.rollout.v1.StatusRequest\x1a .sat_jax.rollout.v1.EngineStatus0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"rollout_bridge/proto/rollout.proto\x12\x12sat_jax.rollout.v1\"u\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x16\n\x0emax_new_tokens\x18\x04 \x01(\x05\x12\x10\n\x08stop_ids\x18\x05 \x03(\x05\x12\x0c\n\x04seed\x18\x06 \x01(\x03\"\xaa\x01\n\rSampleRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x17\n\x0fprompt_tokens_T\x18\x02 \x03(\x05\x12.\n\x08sampling\x18\x03 \x01(\x0b\x32\x1c.sat_jax.rollout.v1.Sampling\x12\x0f\n\x07members\x18\x04 \x03(\x05\x12\x12\n\nwant_trace\x18\x05 \x01(\x08\x12\x17\n\x0f\x61lready_sampled\x18\x06 \x01(\x05\"-\n\nVersionRun\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x0e\n\x06length\x18\x02 \x01(\x05\"B\n\x11LogprobDefinition\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\x18\n\x10\x61\x66ter_truncation\x18\x02 \x01(\x08\"\xa7\x01\n\x05Trace\x12\x13\n\x0b\x65xperts_TLK\x18\x01 \x01(\x0c\x12\x10\n\x08id_bytes\x18\x02 \x01(\x05\x12\x0e\n\x06rows_T\x18\x03 \x01(\x05\x12\x10\n\x08layers_L\x18\x04 \x01(\x05\x12\x0f\n\x07slots_K\x18\x05 \x01(\x05\x12\x11\n\tfirst_row\x18\x06 \x01(\x05\x12\x31\n\tversion_T\x18\x07 \x03(\x0b\x32\x1e.sat_jax.rollout.v1.VersionRun\"\xaf\x02\n\nCompletion\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06member\x18\x02 \x01(\x05\x12\x10\n\x08tokens_T\x18\x03 \x03(\x05\x12\x17\n\x0f\x62\x65havior_logp_T\x18\x04 \x03(\x02\x12\x31\n\tversion_T\x18\x05 \x03(\x0b\x32\x1e.sat_jax.rollout.v1.VersionRun\x12(\n\x05trace\x18\x06 \x01(\x0b\x32\x19.sat_jax.rollout.v1.Trace\x12*\n\x06\x66inish\x18\x07 \x01(\x0e\x32\x1a.sat_jax.rollout.v1.Finish\x12\x11\n\tengine_id\x18\x08 \x01(\t\x12\x36\n\x07logprob\x18\t \x01(\x0b\x32%.sat_jax.rollout.v1.LogprobDefinition\"S\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12(\n\x05\x64type\x18\x02 \x01(\x0e\x32\x19.sat_jax.rollout.v1.DType\x12\r\n\x05shape\x18\x03 \x03(\x03\"\x11\n\x0fGetModelRequest\"\xdc\x01\n\tModelInfo\x12\x14\n\x0cmodel_digest\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\x05\x12\x12\n\nmoe_layers\x18\x03 \x01(\x05\x12\x13\n\x0bnum_experts\x18\x04 \x01(\x05\x12\r\n\x05top_k\x18\x05 \x01(\x05\x12\x12\n\nmax_tokens\x18\x06 \x01(\x05\x12/\n\x07tensors\x18\x07 \x03(\x0b\x32\x1e.sat_jax.rollout.v1.TensorSpec\x12(\n\x05\x64type\x18\x08 \x01(\x0e\x32\x19.sat_jax.rollout.v1.DType\"r\n\x08Manifest\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x14\n\x0cmodel_digest\x18\x02 \x01(\t\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12/\n\x07tensors\x18\x04 \x03(\x0b\x32\x1e.sat_jax.rollout.v1.TensorSpec\"G\n\x05\x43hunk\x12\x0e\n\x06tensor\x18\x01 \x01(\x05\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x06\"t\n\x0cStageRequest\x12\x30\n\x08manifest\x18\x01 \x01(\x0b\x32\x1c.sat_jax.rollout.v1.ManifestH\x00\x12*\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x19.sat_jax.rollout.v1.ChunkH\x00\x42\x06\n\x04part\"\xc9\x01\n\nStageReply\x12\x33\n\x05state\x18\x01 \x01(\x0e\x32$.sat_jax.rollout.v1.StageReply.State\x12\r\n\x05\x62ytes\x18\x02 \x01(\x03\x12\x11\n\tengine_id\x18\x03 \x01(\t\"d\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x12\n\x0eSTATE_RECEIVED\x10\x01\x12\x18\n\x14STATE_ALREADY_STAGED\x10\x02\x12\x16\n\x12STATE_ALREADY_LIVE\x10\x03\"f\n\x05Probe\x12\x10\n\x08tokens_T\x18\x01 \x03(\x05\x12\x0e\n\x06logp_T\x18\x02 \x03(\x02\x12\x11\n\ttolerance\x18\x03 \x01(\x01\x12\x17\n\x0f\x65xpert_coverage\x18\x04 \x01(\x01\x12\x0f\n\x07lengths\x18\x05 \x03(\x05\"\x8b\x01\n\rCommitRequest\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12(\n\x05probe\x18\x03 \x01(\x0b\x32\x19.sat_jax.rollout.v1.Probe\x12/\n\tin_flight\x18\x04 \x01(\x0e\x32\x1c.sat_jax.rollout.v1.InFlight\"C\n\x0b\x43ommitReply\x12\x10\n\x08mean_abs\x18\x01 \x01(\x01\x12\x0f\n\x07max_abs\x18\x02 \x01(\x01\x12\x11\n\tengine_id\x18\x03 \x01(\t\"\x10\n\x0e\x44iscardRequest\"\x0e\n\x0c\x44iscardReply\"?\n\x0cPauseRequest\x12/\n\tin_flight\x18\x01 \x01(\x0e\x32\x1c.sat_jax.rollout.v1.InFlight\"\x0c\n\nPauseReply\"\x0f\n\rResumeRequest\"\r\n\x0bResumeReply\"7\n\x0c\x41\x62ortRequest\x12\x12\n\neverything\x18\x01 \x01(\x08\x12\x13\n\x0brequest_ids\x18\x02 \x03(\t\"\x0c\n\nAbortReply\"B\n\rStatusRequest\x12\x16\n\x0e\x66ollow_seconds\x18\x01 \x01(\x01\x12\x19\n\x11heartbeat_seconds\x18\x02 \x01(\x01\"\xb2\x01\n\x0c\x45ngineStatus\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12,\n\x07serving\x18\x02 \x01(\x0e\x32\x1b.sat_jax.rollout.v1.Serving\x12\x0f\n\x07version\x18\x03 \x01(\x03\x12\x1b\n\x0estaged_version\x18\x04 \x01(\x03H\x00\x88\x01\x01\x12\x0f\n\x07running\x18\x05 \x01(\x05\x12\x0f\n\x07waiting\x18\x06 \x01(\x05\x42\x11\n\x0f_staged_version\"\xbc\x01\n\x0b\x45rrorDetail\x12\x32\n\x04kind\x18\x01 \x01(\x0e\x32$.sat_jax.rollout.v1.ErrorDetail.Kind\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x03\"U\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x12\n\x0eKIND_RETRYABLE\x10\x01\x12\x0e\n\nKIND_FATAL\x10\x02\x12\x13\n\x0fKIND_NOT_STAGED\x10\x03*V\n\x06\x46inish\x12\x16\n\x12\x46INISH_UNSPECIFIED\x10\x00\x12\x0f\n\x0b\x46INISH_STOP\x10\x01\x12\x11\n\rFINISH_LENGTH\x10\x02\x12\x10\n\x0c\x46INISH_ABORT\x10\x03*E\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT32\x10\x01\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x02*g\n\x08InFlight\x12\x19\n\x15IN_FLIGHT_UNSPECIFIED\x10\x00\x12\x14\n\x10IN_FLIGHT_FINISH\x10\x01\x12\x15\n\x11IN_FLIGHT_RETRACT\x10\x02\x12\x13\n\x0fIN_FLIGHT_ABORT\x10\x03*d\n\x07Serving\x12\x17\n\x13SERVING_UNSPECIFIED\x10\x00\x12\x13\n\x0fSERVING_SERVING\x10\x01\x12\x12\n\x0eSERVING_PAUSED\x10\x02\x12\x17\n\x13SERVING_NOT_SERVING\x10\x03\x32\xe3\x05\n\rRolloutBridge\x12N\n\x08GetModel\x12#.sat_jax.rollout.v1.GetModelRequest\x1a\x1d.sat_jax.rollout.v1.ModelInfo\x12M\n\x06Sample\x12!.sat_jax.rollout.v1.SampleRequest\x1a\x1e.sat_jax.rollout.v1.Completion0\x01\x12R\n\x0cStageWeights\x12 .sat_jax.rollout.v1.StageRequest\x1a\x1e.sat_jax.rollout.v1.StageReply(\x01\x12S\n\rCommitWeights\x12!.sat_jax.rollout.v1.CommitRequest\x1a\x1f.sat_jax.rollout.v1.CommitReply\x12U\n\rDiscardStaged\x12\".sat_jax.rollout.v1.DiscardRequest\x1a .sat_jax.rollout.v1.DiscardReply\x12I\n\x05Pause\x12 .sat_jax.rollout.v1.PauseRequest\x1a\x1e.sat_jax.rollout.v1.PauseReply\x12L\n\x06Resume\x12!.sat_jax.rollout.v1.ResumeRequest\x1a\x1f.sat_jax.rollout.v1.ResumeReply\x12I\n\x05\x41\x62ort\x12 .sat_jax.rollout.v1.AbortRequest\x1a\x1e.sat_jax.rollout.v1.AbortReply\x12O\n\x06Status\x12!.sat_jax.rollout.v1.StatusRequest\x1a .sat_jax.rollout.v1.EngineStatus0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rollout_bridge.proto.rollout_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISH']._serialized_start=2733
-  _globals['_FINISH']._serialized_end=2819
-  _globals['_DTYPE']._serialized_start=2821
-  _globals['_DTYPE']._serialized_end=2890
-  _globals['_INFLIGHT']._serialized_start=2892
-  _globals['_INFLIGHT']._serialized_end=2995
-  _globals['_SERVING']._serialized_start=2997
-  _globals['_SERVING']._serialized_end=3097
+  _globals['_FINISH']._serialized_start=2750
+  _globals['_FINISH']._serialized_end=2836
+  _globals['_DTYPE']._serialized_start=2838
+  _globals['_DTYPE']._serialized_end=2907
+  _globals['_INFLIGHT']._serialized_start=2909
+  _globals['_INFLIGHT']._serialized_end=3012
+  _globals['_SERVING']._serialized_start=3014
+  _globals['_SERVING']._serialized_end=3114
   _globals['_SAMPLING']._serialized_start=58
   _globals['_SAMPLING']._serialized_end=175
   _globals['_SAMPLEREQUEST']._serialized_start=178
@@ -68,35 +68,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STAGEREPLY_STATE']._serialized_start=1677
   _globals['_STAGEREPLY_STATE']._serialized_end=1777
   _globals['_PROBE']._serialized_start=1779
-  _globals['_PROBE']._serialized_end=1864
-  _globals['_COMMITREQUEST']._serialized_start=1867
-  _globals['_COMMITREQUEST']._serialized_end=2006
-  _globals['_COMMITREPLY']._serialized_start=2008
-  _globals['_COMMITREPLY']._serialized_end=2075
-  _globals['_DISCARDREQUEST']._serialized_start=2077
-  _globals['_DISCARDREQUEST']._serialized_end=2093
-  _globals['_DISCARDREPLY']._serialized_start=2095
-  _globals['_DISCARDREPLY']._serialized_end=2109
-  _globals['_PAUSEREQUEST']._serialized_start=2111
-  _globals['_PAUSEREQUEST']._serialized_end=2174
-  _globals['_PAUSEREPLY']._serialized_start=2176
-  _globals['_PAUSEREPLY']._serialized_end=2188
-  _globals['_RESUMEREQUEST']._serialized_start=2190
-  _globals['_RESUMEREQUEST']._serialized_end=2205
-  _globals['_RESUMEREPLY']._serialized_start=2207
-  _globals['_RESUMEREPLY']._serialized_end=2220
-  _globals['_ABORTREQUEST']._serialized_start=2222
-  _globals['_ABORTREQUEST']._serialized_end=2277
-  _globals['_ABORTREPLY']._serialized_start=2279
-  _globals['_ABORTREPLY']._serialized_end=2291
-  _globals['_STATUSREQUEST']._serialized_start=2293
-  _globals['_STATUSREQUEST']._serialized_end=2359
-  _globals['_ENGINESTATUS']._serialized_start=2362
-  _globals['_ENGINESTATUS']._serialized_end=2540
-  _globals['_ERRORDETAIL']._serialized_start=2543
-  _globals['_ERRORDETAIL']._serialized_end=2731
-  _globals['_ERRORDETAIL_KIND']._serialized_start=2646
-  _globals['_ERRORDETAIL_KIND']._serialized_end=2731
-  _globals['_ROLLOUTBRIDGE']._serialized_start=3100
-  _globals['_ROLLOUTBRIDGE']._serialized_end=3839
+  _globals['_PROBE']._serialized_end=1881
+  _globals['_COMMITREQUEST']._serialized_start=1884
+  _globals['_COMMITREQUEST']._serialized_end=2023
+  _globals['_COMMITREPLY']._serialized_start=2025
+  _globals['_COMMITREPLY']._serialized_end=2092
+  _globals['_DISCARDREQUEST']._serialized_start=2094
+  _globals['_DISCARDREQUEST']._serialized_end=2110
+  _globals['_DISCARDREPLY']._serialized_start=2112
+  _globals['_DISCARDREPLY']._serialized_end=2126
+  _globals['_PAUSEREQUEST']._serialized_start=2128
+  _globals['_PAUSEREQUEST']._serialized_end=2191
+  _globals['_PAUSEREPLY']._serialized_start=2193
+  _globals['_PAUSEREPLY']._serialized_end=2205
+  _globals['_RESUMEREQUEST']._serialized_start=2207
+  _globals['_RESUMEREQUEST']._serialized_end=2222
+  _globals['_RESUMEREPLY']._serialized_start=2224
+  _globals['_RESUMEREPLY']._serialized_end=2237
+  _globals['_ABORTREQUEST']._serialized_start=2239
+  _globals['_ABORTREQUEST']._serialized_end=2294
+  _globals['_ABORTREPLY']._serialized_start=2296
+  _globals['_ABORTREPLY']._serialized_end=2308
+  _globals['_STATUSREQUEST']._serialized_start=2310
+  _globals['_STATUSREQUEST']._serialized_end=2376
+  _globals['_ENGINESTATUS']._serialized_start=2379
+  _globals['_ENGINESTATUS']._serialized_end=2557
+  _globals['_ERRORDETAIL']._serialized_start=2560
+  _globals['_ERRORDETAIL']._serialized_end=2748
+  _globals['_ERRORDETAIL_KIND']._serialized_start=2663
+  _globals['_ERRORDETAIL_KIND']._serialized_end=2748
+  _globals['_ROLLOUTBRIDGE']._serialized_start=3117
+  _globals['_ROLLOUTBRIDGE']._serialized_end=3856
 # @@protoc_insertion_point(module_scope)

@@ -224,16 +224,18 @@ class StageReply(_message.Message):
     def __init__(self, state: _Optional[_Union[StageReply.State, str]] = ..., bytes: _Optional[int] = ..., engine_id: _Optional[str] = ...) -> None: ...
 
 class Probe(_message.Message):
-    __slots__ = ("tokens_T", "logp_T", "tolerance", "expert_coverage")
+    __slots__ = ("tokens_T", "logp_T", "tolerance", "expert_coverage", "lengths")
     TOKENS_T_FIELD_NUMBER: _ClassVar[int]
     LOGP_T_FIELD_NUMBER: _ClassVar[int]
     TOLERANCE_FIELD_NUMBER: _ClassVar[int]
     EXPERT_COVERAGE_FIELD_NUMBER: _ClassVar[int]
+    LENGTHS_FIELD_NUMBER: _ClassVar[int]
     tokens_T: _containers.RepeatedScalarFieldContainer[int]
     logp_T: _containers.RepeatedScalarFieldContainer[float]
     tolerance: float
     expert_coverage: float
-    def __init__(self, tokens_T: _Optional[_Iterable[int]] = ..., logp_T: _Optional[_Iterable[float]] = ..., tolerance: _Optional[float] = ..., expert_coverage: _Optional[float] = ...) -> None: ...
+    lengths: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, tokens_T: _Optional[_Iterable[int]] = ..., logp_T: _Optional[_Iterable[float]] = ..., tolerance: _Optional[float] = ..., expert_coverage: _Optional[float] = ..., lengths: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CommitRequest(_message.Message):
     __slots__ = ("version", "digest", "probe", "in_flight")

@@ -6,6 +6,7 @@ from jax import lax
 
 from sat_jax.objective.config import ObjectiveConfig
 from sat_jax.objective.sequences import active_count, sequence_count
+from sat_jax.order_statistic import count, folded_sum
 from sat_jax.shapes import check_shapes
 from sat_jax.types import TokenBatch
 
@@ -25,7 +26,7 @@ def denominator(batch: TokenBatch, config: ObjectiveConfig) -> jax.Array:
     """
     check_shapes(loss_mask_BT=batch.loss_mask_BT, segment_BT=batch.segment_BT)
     if config.aggregation == "token_mean":
-        return jnp.sum(batch.loss_mask_BT, dtype=jnp.int32).astype(jnp.float32)
+        return count(jnp.asarray(batch.loss_mask_BT, bool)).astype(jnp.float32)
     return sequence_count(batch.loss_mask_BT, batch.segment_BT).astype(jnp.float32)
 
 
@@ -58,7 +59,7 @@ def _guarded_sum(value_BT: jax.Array, finite: jax.Array) -> jax.Array:
     As a branch the sum is compiled by itself. Fused with what precedes it, it would be vectorised differently in every
     method, and a method of strength zero would differ from its base in the last bit.
     """
-    return lax.cond(finite, jnp.sum, lambda value_BT: jnp.full((), jnp.nan, value_BT.dtype), value_BT)
+    return lax.cond(finite, folded_sum, lambda value_BT: jnp.full((), jnp.nan, value_BT.dtype), value_BT)
 
 
 def _guarded_sum_forward(value_BT: jax.Array, finite: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:

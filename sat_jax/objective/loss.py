@@ -14,6 +14,7 @@ from sat_jax.objective.radii import batch_threshold, clip_radii
 from sat_jax.objective.ratio import Ratios, active_or_zero, in_unit, log_ratios
 from sat_jax.objective.report import Links, loss_metrics
 from sat_jax.objective.surrogate import kl_to_reference, surrogate
+from sat_jax.order_statistic import every
 from sat_jax.shapes import check_shapes
 from sat_jax.types import LossReport, Measured, TokenBatch
 
@@ -186,4 +187,4 @@ def _all_finite(active_BT: jax.Array, *arrays_BT: jax.Array) -> jax.Array:
     finite_BT = jnp.ones_like(active_BT)
     for array_BT in arrays_BT:
         finite_BT &= jnp.isfinite(array_BT)
-    return jnp.all(finite_BT | ~active_BT)
+    return every(finite_BT | ~active_BT)

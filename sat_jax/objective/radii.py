@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sat_jax.objective.config import ObjectiveConfig
+from sat_jax.order_statistic import count, folded_sum
 from sat_jax.trust_region import sat_radii, tail_threshold
 from sat_jax.types import ClipRadii
 
@@ -73,11 +74,12 @@ def _moment_bound(size_BT: jax.Array, outward_BT: jax.Array, budget: float) -> j
 
     Source: M2PO (arXiv 2510.01161), official `kpo_clip_harmful_tokens`.
     """
-    count = jnp.maximum(jnp.sum(outward_BT, dtype=jnp.int32), 1).astype(jnp.float32)
+    outward = jnp.maximum(count(outward_BT), 1).astype(jnp.float32)
+    size_BT = jnp.where(outward_BT, size_BT, 0)
 
     def exceeds(tau: jax.Array) -> jax.Array:
         capped_BT = jnp.minimum(size_BT, tau)
-        return jnp.sum(jnp.where(outward_BT, capped_BT * capped_BT, 0)) / count > budget
+        return folded_sum(capped_BT * capped_BT) / outward > budget
 
     return jnp.minimum(_last_below(exceeds), _M2PO_OPEN)
 
@@ -88,13 +90,14 @@ def _mean_square_cut(size_BT: jax.Array, mask_BT: jax.Array, budget: float) -> j
     Source: AReaL `_apply_m2po_masking`: drop the largest squares until the mean of the rest is below.
     """
 
+    size_BT = jnp.where(mask_BT, size_BT, jnp.inf)
+
     def reached(cut: jax.Array) -> jax.Array:
-        kept_BT = mask_BT & (size_BT <= cut)
-        total = jnp.sum(jnp.where(kept_BT, size_BT * size_BT, 0))
-        return total >= budget * jnp.sum(kept_BT, dtype=jnp.int32).astype(jnp.float32)
+        # The mean square of what is kept reaches the budget where the sum of (square - budget) reaches 0.
+        return folded_sum(jnp.where(size_BT <= cut, size_BT * size_BT - budget, 0)) >= 0
 
     # With nothing kept 0 >= 0 would stop the search below the smallest size.
-    smallest = jnp.min(jnp.where(mask_BT, size_BT, jnp.inf))
+    smallest = jnp.min(size_BT)
     cut = _last_below(lambda size: (size >= smallest) & reached(size))
     return jnp.where(jnp.any(mask_BT), jnp.maximum(cut, smallest), 0)
 

@@ -7,7 +7,11 @@ summed from its own positions only, so that a neighbour in the row cannot reach 
 import jax
 import jax.numpy as jnp
 
+# A row of T positions has ids in [0, T]; saying so spares a third of the time on a CPU.
+_IN_BOUNDS = "promise_in_bounds"
 
+
+@jax.custom_vjp
 def sequence_sum(value_BT: jax.Array, segment_BT: jax.Array) -> jax.Array:
     """Sum over each position's own sequence, at every position of it; differentiable.
 
@@ -19,6 +23,18 @@ def sequence_sum(value_BT: jax.Array, segment_BT: jax.Array) -> jax.Array:
       sum_BT, in `value_BT`'s dtype.
     """
     return jax.vmap(_row_sum)(value_BT, segment_BT)
+
+
+def _sequence_sum_forward(value_BT: jax.Array, segment_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return sequence_sum(value_BT, segment_BT), segment_BT
+
+
+def _sequence_sum_backward(segment_BT: jax.Array, slope_BT: jax.Array) -> tuple[jax.Array, None]:
+    # Summing and spreading is its own transpose; derived, it would be two scatters and twice the time.
+    return sequence_sum(slope_BT, segment_BT), None
+
+
+sequence_sum.defvjp(_sequence_sum_forward, _sequence_sum_backward)
 
 
 def sequence_max(value_BT: jax.Array, segment_BT: jax.Array) -> jax.Array:
@@ -47,17 +63,21 @@ def active_count(active_BT: jax.Array, segment_BT: jax.Array) -> jax.Array:
 
 def sequence_count(active_BT: jax.Array, segment_BT: jax.Array) -> jax.Array:
     """Number of sequences with at least one active position, scalar int32."""
-
-    def of_row(active_T: jax.Array, segment_T: jax.Array) -> jax.Array:
-        positions = segment_T.shape[0] + 1
-        return jnp.sum(jax.ops.segment_max(active_T.astype(jnp.int32), segment_T, positions) > 0, dtype=jnp.int32)
-
-    return jnp.sum(jax.vmap(of_row)(active_BT, segment_BT), dtype=jnp.int32)
+    active_BS = jax.vmap(_segment_sum)(active_BT.astype(jnp.int32), segment_BT)
+    return jnp.sum(active_BS > 0, dtype=jnp.int32)
 
 
 def _row_sum(value_T: jax.Array, segment_T: jax.Array) -> jax.Array:
-    return jax.ops.segment_sum(value_T, segment_T, segment_T.shape[0] + 1)[segment_T]
+    return _gather(_segment_sum(value_T, segment_T), segment_T)
 
 
 def _row_max(value_T: jax.Array, segment_T: jax.Array) -> jax.Array:
-    return jax.ops.segment_max(value_T, segment_T, segment_T.shape[0] + 1)[segment_T]
+    return _gather(jax.ops.segment_max(value_T, segment_T, segment_T.shape[0] + 1, mode=_IN_BOUNDS), segment_T)
+
+
+def _segment_sum(value_T: jax.Array, segment_T: jax.Array) -> jax.Array:
+    return jax.ops.segment_sum(value_T, segment_T, segment_T.shape[0] + 1, mode=_IN_BOUNDS)
+
+
+def _gather(value_S: jax.Array, segment_T: jax.Array) -> jax.Array:
+    return value_S.at[segment_T].get(mode=_IN_BOUNDS)

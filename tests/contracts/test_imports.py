@@ -1,4 +1,4 @@
-"""Who may import whom: `sat_jax` <- `train` -> `rollout_bridge`; nothing imports tools or tests; no JAX on the bridge."""
+"""Who may import whom: `sat_jax` <- `train` -> `rollout_bridge`; nothing imports tools or tests."""
 
 import ast
 from pathlib import Path

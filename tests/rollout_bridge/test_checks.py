@@ -245,6 +245,9 @@ def test_a_probe_must_be_able_to_decide(model):
     check_probe(good, model)
     bad = {
         "at least 256 tokens, got 255": {"tokens": good.tokens[1:], "logp": good.logp[1:]},
+        "sequences of 2 or more tokens, 256 in all, got lengths .255.": {"lengths": (255,)},
+        "sequences of 2 or more tokens, 256 in all, got lengths .255, 1.": {"lengths": (255, 1)},
+        f"sequences of at most {model.max_tokens} tokens, got 256": {"lengths": (256,)},
         "expected 255 log-probs, got 256": {"logp": np.append(good.logp, np.float32(-1))},
         "got nan at token 3": {"logp": np.where(np.arange(255) == 3, np.nan, good.logp)},
         "expected ids in": {"tokens": good.tokens + 1},
@@ -255,6 +258,20 @@ def test_a_probe_must_be_able_to_decide(model):
     for expected, fields in bad.items():
         with pytest.raises(ValueError, match=expected):
             check_probe(dataclasses.replace(good, **fields), model)
+
+
+def test_what_a_probe_compares_is_within_its_sequences(model):
+    probe = dataclasses.replace(fake_probe(fake_weights(model, 1), model), lengths=(100, 2, 127, 27))
+    assert probe.segments.tolist() == [1] * 100 + [2] * 2 + [3] * 127 + [4] * 27
+    assert probe.positions.tolist() == [*range(100), 0, 1, *range(127), *range(27)]
+    assert np.flatnonzero(~probe.compared).tolist() == [99, 101, 228]
+    # Where another sequence begins nothing is predicted: what stands there has no influence.
+    off = probe.logp - np.where(probe.compared, 0.25, np.nan).astype(np.float32)
+    off[5] -= 0.5
+    report = probe.compare(off)
+    assert report.mean_abs == pytest.approx(0.25 + 0.5 / 252, rel=1e-5)
+    assert report.max_abs == pytest.approx(0.75, rel=1e-5)
+    check_probe(dataclasses.replace(probe, logp=np.where(probe.compared, probe.logp, np.nan)), model)
 
 
 def test_every_honest_completion_of_the_fake_engine_passes(model, make_request, stack):

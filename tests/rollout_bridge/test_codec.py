@@ -142,6 +142,7 @@ def test_the_other_records_come_back(model):
     equal(codec.decode_model(wire(codec.encode_model(model))), model)
     probe = Probe(
         tokens=np.arange(5, dtype=np.int32),
+        lengths=(3, 2),
         logp=np.linspace(-1, 0, 4, dtype=np.float32),
         tolerance=0.05,
         expert_coverage=0.9,

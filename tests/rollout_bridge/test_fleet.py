@@ -354,10 +354,9 @@ class Respawning:
         self.dead = False
 
     def kill(self):
-        server, engine = self.server, self.engine
-        self.dead = True
-        server.stop(0.0)
-        engine.close()
+        self.server.stop(0.0)
+        self.engine.close()
+        self.dead = True  # only now is the port free
 
     def on_lost(self, endpoint):
         assert endpoint == self.server.address

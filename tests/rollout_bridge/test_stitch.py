@@ -56,6 +56,8 @@ def test_the_next_part_is_asked_for_from_the_last_token(make_request):
     assert asked.prompt_tokens.tolist() == [5, 6, 7, 10, 11, 12]
     assert (asked.members, asked.already_sampled, asked.request_id) == ((1,), 3, "t0")
     assert asked.sampling == request.sampling
+    again = continuation(asked, 1, [part([13, 14], rows=7)])
+    assert (again.prompt_tokens.tolist(), again.already_sampled) == ([5, 6, 7, 10, 11, 12, 13, 14], 5)
 
 
 def test_a_gap_between_parts_is_an_error(make_request):

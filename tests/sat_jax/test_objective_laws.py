@@ -120,6 +120,19 @@ def test_at_most_the_tail_is_gated(seed):
     assert metrics(random_example(seed), config_of("sat_grpo"))["sat/gate_rate"] <= 0.1 + 1e-6
 
 
+@pytest.mark.parametrize(("sequences", "fires"), [(5, False), (9, False), (10, True), (16, True)])
+def test_sat_gspo_needs_ten_equal_sequences_to_fire(sequences, fires):
+    # The tail above the 0.9 quantile holds a tenth of the *tokens*, and all tokens of a sequence have one score.
+    batch = random_example(0).batch
+    segment_BT = np.zeros((ROWS, LENGTH), np.int32)
+    segment_BT[0, : min(sequences, 8) * 2] = np.repeat(np.arange(1, min(sequences, 8) + 1), 2)
+    segment_BT[1, : max(sequences - 8, 0) * 2] = np.repeat(np.arange(1, max(sequences - 8, 0) + 1), 2)
+    drift_BT = 0.01 * np.arange(1, ROWS * LENGTH + 1).reshape(ROWS, LENGTH)
+    example = with_batch(random_example(0), segment_BT=segment_BT, loss_mask_BT=segment_BT > 0)
+    example = dataclasses.replace(example, logp_BT=(batch.behavior_logp_BT + drift_BT).astype(np.float32))
+    assert (metrics(example, config_of("sat_gspo"))["sat/gate_rate"] > 0) == fires
+
+
 # --- strength zero ---
 
 OPEN = float("inf")

@@ -64,6 +64,8 @@ def test_a_cut_comes_back_bit_for_bit(tmp_path):
         np.testing.assert_array_equal(saved.reward_M, found.reward_M)
         for left, right in zip(saved.completions, found.completions, strict=True):
             np.testing.assert_array_equal(left.behavior_logp, right.behavior_logp)
+            assert left.trace is not None
+            assert right.trace is not None
             np.testing.assert_array_equal(left.trace.experts_TLK, right.trace.experts_TLK)
 
 

@@ -61,4 +61,4 @@ def test_it_samples_as_in_training_and_greedily_and_wants_no_trace():
 
 def test_two_versions_in_one_evaluation_are_an_error():
     with pytest.raises(ValueError, match=r"expected completions of one version, got \[5, 6\]"):
-        evaluate(Scripted((5, 5, 5, 5, 5, 6)), PROMPTS, lambda i, c: 0.0, SAMPLING, lambda: None)
+        evaluate(Scripted((5, 5, 5, 5, 5, 6)), PROMPTS, lambda index, completion: 0.0, SAMPLING, lambda: None)

@@ -1,5 +1,6 @@
 """The local engine as the bridge sees it: many threads outside, one inside. What it decides is in test_local_worker."""
 
+import dataclasses
 import functools
 import threading
 import time
@@ -54,8 +55,8 @@ def probe_by(engine: LocalEngine) -> Probe:
     """The probe as this very engine scores it: these tests are not about its numbers."""
     tokens = np.arange(256, dtype=np.int32) % 13
     weights = nnx.state(policy(), nnx.Param)
-    logp = engine._ask(lambda worker: worker._programs.score(weights, tokens))
-    return Probe(tokens=tokens, logp=logp, tolerance=1e-6, expert_coverage=1.0)
+    probe = Probe(tokens=tokens, lengths=(32,) * 8, logp=np.zeros(255), tolerance=1e-6, expert_coverage=1.0)
+    return dataclasses.replace(probe, logp=engine._ask(lambda worker: worker._programs.score(weights, probe)))
 
 
 def test_requests_from_many_threads_each_get_their_members(engine):
@@ -72,9 +73,8 @@ def test_requests_from_many_threads_each_get_their_members(engine):
         thread.start()
     for thread in threads:
         thread.join()
-    assert {number: sorted(one.member for one in got) for number, got in found.items()} == dict.fromkeys(
-        range(8), [0, 1, 2]
-    )
+    assert sorted(found) == list(range(8))
+    assert all(sorted(one.member for one in got) == [0, 1, 2] for got in found.values())
     assert {one.engine_id for got in found.values() for one in got} == {engine.engine_id}
     assert {int(one.version[0]) for got in found.values() for one in got} == {3}
 

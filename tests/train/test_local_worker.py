@@ -73,7 +73,9 @@ def probe_of(policy: Policy, tolerance: float = 1e-4, dtype: str = "float32", co
     weights = jax.tree.map(lambda leaf: leaf.astype(dtype), nnx.state(policy, nnx.Param))
     logp_BT, experts_LBTK = scorer(dtype)(weights, tokens[None])
     seen = [len(np.unique(layer)) for layer in np.asarray(experts_LBTK)]
-    return Probe(tokens=tokens, logp=np.array(logp_BT[0]), tolerance=tolerance, expert_coverage=sum(seen) / 8)
+    return Probe(
+        tokens=tokens, lengths=(count,), logp=np.array(logp_BT[0]), tolerance=tolerance, expert_coverage=sum(seen) / 8
+    )
 
 
 def staged(policy: Policy, version: int, dtype: str = "float32", digest: str = "") -> StagedWeights:

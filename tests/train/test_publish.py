@@ -23,7 +23,7 @@ POLICY = PolicyConfig(
     expert_hidden=8,
     remat="none",
 )
-TOKENS = np.random.default_rng(0).integers(0, 8, PROBE_TOKENS).astype(np.int32)
+SEQUENCES = list(np.random.default_rng(0).integers(0, 8, (PROBE_TOKENS // 16, 16)).astype(np.int32))
 
 
 class FakeFleet:
@@ -34,7 +34,7 @@ class FakeFleet:
         self.weights = []
         self.hold = threading.Event()
         self.hold.set()
-        self.error = None
+        self.error: Fatal | None = None
 
     def stage(self, weights):
         self.hold.wait(30)
@@ -56,7 +56,7 @@ def made():
 
 def make(made, fleet, failed=None):
     graph, state = made
-    probe = ProbeScorer(graph, POLICY, TOKENS, tolerance=0.1)
+    probe = ProbeScorer(graph, POLICY, SEQUENCES, tolerance=0.1)
     return Publisher(fleet, POLICY, probe, "float32", on_failed=([] if failed is None else failed).append), state
 
 
@@ -113,6 +113,7 @@ def test_a_failed_push_reaches_the_loop_and_whoever_waits_for_samples(made, who)
     publisher, state = make(made, fleet, failed)
     started = TrainState(1, state.params, state.opt_state)
     publisher.start(started, committed.append)
+    assert publisher._thread is not None
     publisher._thread.join()
     call = {"wait": publisher.wait, "finish": publisher.finish, "start": lambda: publisher.start(started, print)}[who]
     with pytest.raises(Fatal, match="off by 3 nats"):
@@ -123,9 +124,12 @@ def test_a_failed_push_reaches_the_loop_and_whoever_waits_for_samples(made, who)
 
 def test_the_probe_is_what_the_policy_says_of_it(made):
     graph, state = made
-    probe = ProbeScorer(graph, POLICY, TOKENS, tolerance=0.1)(state.params)
+    probe = ProbeScorer(graph, POLICY, SEQUENCES, tolerance=0.1)(state.params)
     assert probe.logp.shape == (PROBE_TOKENS - 1,)
     assert np.isfinite(probe.logp).all()
+    # A sequence says the same alone as among others: the probe's sequences do not see each other.
+    alone = ProbeScorer(graph, POLICY, SEQUENCES[5:] + SEQUENCES[:5], tolerance=0.1)(state.params)
+    np.testing.assert_allclose(alone.logp[:15], probe.logp[5 * 16 : 5 * 16 + 15], atol=1e-5)
     assert (probe.logp < 0).all()
     assert 0 < probe.expert_coverage <= 1
     assert probe.tolerance == 0.1
@@ -133,4 +137,4 @@ def test_the_probe_is_what_the_policy_says_of_it(made):
 
 def test_a_short_probe_is_refused(made):
     with pytest.raises(ValueError, match="expected at least 256 tokens, got 255"):
-        ProbeScorer(made[0], POLICY, TOKENS[:-1], 0.1)
+        ProbeScorer(made[0], POLICY, [*SEQUENCES[:-1], SEQUENCES[-1][:-1]], 0.1)

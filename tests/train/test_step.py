@@ -232,8 +232,10 @@ def test_a_batch_is_saved_under_the_names_of_its_fields():
 
 def test_the_optimizer_warms_up_from_a_fraction():
     rate = OptimConfig(peak_lr=1.0, warmup=4).learning_rate()
-    assert [float(rate(step)) for step in (0, 1, 2, 3, 4, 100)] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 1.0])
-    assert float(OptimConfig(peak_lr=1.0, warmup=1).learning_rate()(0)) == 1.0
+    assert [np.asarray(rate(step)).item() for step in (0, 1, 2, 3, 4, 100)] == pytest.approx(
+        [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    )
+    assert np.asarray(OptimConfig(peak_lr=1.0, warmup=1).learning_rate()(0)).item() == 1.0
 
 
 def test_a_misplaced_optimizer_setting_is_named():

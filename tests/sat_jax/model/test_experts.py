@@ -171,6 +171,6 @@ def test_sharded_experts_equal_unsharded_under_any_skew(axes, routing):
 
 
 def test_shapes_that_disagree_are_refused():
-    x, ids, weight, used = tokens(11)
+    x, ids, weight, used = map(jnp.asarray, tokens(11))
     with pytest.raises(ValueError, match=r"weight_NK: expected axis K of size 2 \(from ids_NK\), got 1"):
         apply_experts(x, ids, weight[:, :1], used, weights(), one_device_mesh())

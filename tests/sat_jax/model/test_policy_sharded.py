@@ -7,7 +7,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from sat_jax.mesh import MeshConfig, batch_sharding, make_mesh
-from sat_jax.model import Policy, PolicyConfig
+from sat_jax.model import Policy, PolicyConfig, hf
 from sat_jax.routing import free_trace
 from sat_jax.types import RoutingTrace, TokenBatch
 
@@ -37,9 +37,8 @@ def batch_of(seed):
     )
 
 
-def scored(mesh):
+def scored(policy, mesh):
     """Loss, output and gradients of one compiled program on `mesh` (None: one device)."""
-    policy = Policy(CONFIG, nnx.Rngs(3), mesh=mesh)
     graph, params = nnx.split(policy, nnx.Param)
     batch = batch_of(0)
     if mesh is not None:
@@ -54,14 +53,20 @@ def scored(mesh):
 
 
 @pytest.fixture(scope="module")
-def unsharded():
-    return scored(None)
+def policy():
+    return Policy(CONFIG, nnx.Rngs(3))
+
+
+@pytest.fixture(scope="module")
+def unsharded(policy):
+    return scored(policy, None)
 
 
 @pytest.mark.parametrize("axes", [{"data": 2, "fsdp": 2, "expert": 2}, {"fsdp": 2, "expert": 2, "tensor": 2}], ids=str)
-def test_a_sharded_policy_equals_the_unsharded_one(axes, unsharded, capfd):
+def test_a_sharded_policy_equals_the_unsharded_one(axes, policy, unsharded, capfd):
     mesh = make_mesh(MeshConfig(**axes))
-    value, output, gradient = scored(mesh)
+    moved = hf.import_tensors(CONFIG, dict(hf.export_tensors(policy, CONFIG)), mesh=mesh)
+    value, output, gradient = scored(moved, mesh)
     assert "Involuntary full rematerialization" not in capfd.readouterr().err
     np.testing.assert_allclose(value, unsharded[0], rtol=1e-6)
     chex.assert_trees_all_close(output, unsharded[1], rtol=1e-5, atol=1e-5)
@@ -72,8 +77,8 @@ def test_a_sharded_policy_equals_the_unsharded_one(axes, unsharded, capfd):
         assert leaf[...].sharding.is_equivalent_to(expected, leaf[...].ndim), path
 
 
-def test_parameters_are_sharded_as_the_table_says():
-    policy = Policy(CONFIG, mesh=make_mesh(MeshConfig(fsdp=2, expert=2, tensor=2)))
+def test_initial_parameters_are_sharded_as_the_table_says_and_the_same_on_any_mesh(policy):
+    sharded = Policy(CONFIG, nnx.Rngs(3), make_mesh(MeshConfig(fsdp=2, expert=2, tensor=2)))
     expected = {
         "gate_EDF": (CONFIG.layers, 4, 16, 16),
         "down_EFD": (CONFIG.layers, 4, 16, 16),
@@ -83,19 +88,20 @@ def test_parameters_are_sharded_as_the_table_says():
         "router_DE": (CONFIG.layers, 32, 8),
     }
     for name, shape in expected.items():
-        assert getattr(policy.layers, name)[...].addressable_shards[0].data.shape == shape, name
-    assert policy.embedding_VD[...].addressable_shards[0].data.shape == (4, 32)
-    assert policy.unembedding_DV[...].addressable_shards[0].data.shape == (32, 4)
+        assert getattr(sharded.layers, name)[...].addressable_shards[0].data.shape == shape, name
+    assert sharded.embedding_VD[...].addressable_shards[0].data.shape == (4, 32)
+    assert sharded.unembedding_DV[...].addressable_shards[0].data.shape == (32, 4)
+    one, other = (nnx.to_pure_dict(nnx.state(which, nnx.Param)) for which in (policy, sharded))
+    chex.assert_trees_all_equal(one, other)
 
 
 def test_a_policy_needs_no_mesh_in_the_surroundings_to_be_abstract():
     mesh = make_mesh(MeshConfig(fsdp=4, tensor=2))
     state = nnx.state(nnx.eval_shape(lambda: Policy(CONFIG, nnx.Rngs(0), mesh)), nnx.Param)
-    real = nnx.state(Policy(CONFIG, nnx.Rngs(0), mesh), nnx.Param)
-    for (path, abstract), (_, leaf) in zip(nnx.to_flat_state(state), nnx.to_flat_state(real), strict=True):
-        struct = abstract.get_raw_value()
-        assert struct.shape == leaf[...].shape, path
-        assert struct.sharding.is_equivalent_to(leaf[...].sharding, struct.ndim), path
+    structs = {path: leaf.get_raw_value() for path, leaf in nnx.to_flat_state(state)}
+    assert all(isinstance(struct, jax.ShapeDtypeStruct) and struct.sharding.mesh == mesh for struct in structs.values())
+    assert structs["layers", "query_DHC"].sharding.spec == PartitionSpec(None, "fsdp", "tensor", None)
+    assert structs["layers", "query_DHC"].shape == (CONFIG.layers, 32, 4, 8)
 
 
 @pytest.mark.parametrize(

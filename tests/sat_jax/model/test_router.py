@@ -97,14 +97,14 @@ def test_without_renormalisation_the_weights_are_the_softmax_over_all():
 @pytest.mark.parametrize("norm_topk", [True, False])
 def test_the_router_learns_under_replay(norm_topk):
     config = PolicyConfig.tiny(experts=8, experts_per_token=3, norm_topk=norm_topk)
-    score, replayed, present = scores(5), foreign(5), np.ones(TOKENS, bool)
+    score, replayed, present = scores(5), jnp.asarray(foreign(5)), jnp.ones(TOKENS, bool)
     pull = np.random.default_rng(6).normal(size=(TOKENS, 3)).astype(np.float32)
     gradient = jax.grad(lambda s: (route(s, replayed, present, config)[1] * pull).sum())(score)
 
     # By hand: d w_i / d z_j = w_i (1[i = j] - p_j), p the softmax over the used ids (renormalised) or over all.
-    chosen = np.eye(8)[replayed]
+    chosen = np.eye(8)[np.asarray(replayed)]
     p = softmax(np.where(chosen.any(1), score, -np.inf)) if norm_topk else softmax(score)
-    weight = np.take_along_axis(p, replayed.astype(np.int64), -1)
+    weight = np.take_along_axis(p, np.asarray(replayed, np.int64), -1)
     expected = ((pull * weight)[:, :, None] * (chosen - p[:, None])).sum(1)
     np.testing.assert_allclose(gradient, expected, atol=1e-6)
     assert (np.abs(gradient).sum(-1) > 1e-3).all()
