@@ -214,6 +214,7 @@ def halt(slots: Slots, halted_B: Array) -> Slots:
 
 def take(slots: Slots, slot_N: Array) -> Sequences:
     """Gathers what the slots numbered `slot_N` hold; a number may repeat."""
+    check_shapes(slot_N=slot_N, token_BS=slots.token_BS)
     return Sequences(
         token_BS=slots.token_BS[slot_N],
         logp_BS=slots.logp_BS[slot_N],
@@ -236,6 +237,7 @@ def decode(policy: Policy, slots: Slots, version: jax.Array, steps: jax.Array, e
     Returns:
       The state after it.
     """
+    check_shapes(version=version, steps=steps, enough=enough, token_BS=slots.token_BS, running_B=slots.running_B)
     graph, weights = nnx.split(policy)
     idle_limit = jnp.minimum(enough, slots.running_B.shape[0])
 

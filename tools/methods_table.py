@@ -1,7 +1,4 @@
-"""Writes docs/methods.md from the presets; a test refuses a stale one.
-
-python tools/methods_table.py
-"""
+"""Writes docs/methods.md from the presets (`python tools/methods_table.py`); a test refuses a stale one."""
 
 import pathlib
 
@@ -11,17 +8,19 @@ PAGE = pathlib.Path(__file__).parents[1] / "docs" / "methods.md"
 
 _INTRODUCTION = """# Methods of the objective
 
-`ObjectiveConfig.preset(name, **overrides)` gives each of these; in a run's file, `objective.preset`. This page is written by
-`python tools/methods_table.py` from `sat_jax/objective/presets.py`.
+`ObjectiveConfig.preset(name, **overrides)` gives each of these; in a run's file, `objective.preset`. This page is
+written by `python tools/methods_table.py` from `sat_jax/objective/presets.py`.
 
-pi is the live policy, mu the engine's own record, prox the trainer's log-probs before the batch's first step. r = pi / mu,
-rho = pi / prox, w = prox / mu (detached), s = the geometric mean of r over the active tokens of a response, A the advantage,
-sg stops the gradient; clip(x) is clip(x, 1 - eps_low, 1 + eps_high), eps 0.2 unless a default says otherwise. What is shown
-is maximised. A dropped token still counts in the denominator. *Extra pass* means that `prox_logp_BT` must be given. With one
-optimizer step a batch rho = 1: the clip of every method with an extra pass is inert, and `ppo` is plain policy gradient.
+pi is the live policy, mu the engine's own record, prox the trainer's log-probs before the batch's first step. r = pi
+/ mu, rho = pi / prox, w = prox / mu (detached), s = the geometric mean of r over the active tokens of a response, A
+the advantage, sg stops the gradient; clip(x) is clip(x, 1 - eps_low, 1 + eps_high), eps 0.2 unless a default says
+otherwise. What is shown is maximised. A dropped token still counts in the denominator. *Extra pass* means that
+`prox_logp_BT` must be given. With one optimizer step a batch rho = 1: the clip of every method with an extra pass is
+inert, and `ppo` is plain policy gradient.
 
-A default of a link, such as `gate: icepop`, can be exchanged too: every combination of links is a method, and a link of strength
-zero changes no bit of the loss or its gradient. `kl_coef` is 0 everywhere; GRPO's authors used 0.04, SAT's 0.001.
+A default of a link, such as `gate: icepop`, can be exchanged too: every combination of links is a method, and a link
+of strength zero changes no bit of the loss or its gradient. `kl_coef` is 0 everywhere; GRPO's authors used 0.04,
+SAT's 0.001.
 
 """
 

@@ -28,12 +28,14 @@ class BatchConfig:
 
     Attributes:
       groups_per_step: P, prompts of one optimizer step.
+      minibatches: k, optimizer steps of a batch; proximal log-probs are computed once, before the first of them.
       group_size: M, completions of one prompt.
       row_length: T, tokens of a packed row; the longest prompt and completion.
       rows: B, rows of one microbatch; a step takes as many microbatches as its tokens fill.
     """
 
     groups_per_step: Annotated[int, Range(at_least=1)]
+    minibatches: Annotated[int, Range(at_least=1)]
     group_size: Annotated[int, Range(at_least=1)]
     row_length: Annotated[int, Range(at_least=2)]
     rows: Annotated[int, Range(at_least=1)]

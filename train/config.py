@@ -85,6 +85,7 @@ class RunConfig:
                 f"batch.rows: expected a multiple of mesh data * fsdp * expert = {self.mesh.batch_shards}, got "
                 f"{self.batch.rows}; use {-(-self.batch.rows // self.mesh.batch_shards) * self.mesh.batch_shards}"
             )
+        _ = self.plan  # the schedule's own checks
         if self.eval.prompts > self.data.holdout:
             raise ValueError(
                 f"eval.prompts: expected at most data.holdout = {self.data.holdout}, got {self.eval.prompts}"
@@ -93,7 +94,12 @@ class RunConfig:
     @property
     def plan(self) -> Schedule:
         """The run's schedule, as arithmetic."""
-        return Schedule(lag=self.schedule.lag, steps=self.steps, groups_per_step=self.batch.groups_per_step)
+        return Schedule(
+            lag=self.schedule.lag,
+            steps=self.steps,
+            groups_per_step=self.batch.groups_per_step,
+            minibatches=self.batch.minibatches,
+        )
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

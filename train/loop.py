@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from train.assemble import assemble, place
 from train.config import RunConfig
 from train.run import Run, open_run, require_finite
 
@@ -23,18 +22,21 @@ def train(config: RunConfig, folder: Path, *, console: bool = True) -> None:
 
 def _step(r: Run, version: int) -> None:
     """One optimizer step: version s becomes s + 1."""
-    with r.report.phase("collect"):
-        groups = r.buffer.take(r.schedule.groups_per_step, version)
-    with r.report.phase("assemble"):
-        assembled = assemble(groups, version, r.assembly)
-        batch = place(assembled.microbatches, r.mesh)
+    if not r.minibatches:
+        with r.report.phase("collect"):
+            groups = r.buffer.take(r.schedule.groups_per_step * r.schedule.minibatches, version)
+        with r.report.phase("assemble"):
+            r.minibatches.extend(r.prepare(groups, version))
+    minibatch = r.minibatches.popleft()
+    batch = minibatch.batch
     with r.report.phase("measure"):
         measurement = r.step.measure(r.state, batch)
         references = r.reference_logps(batch)
     with r.report.phase("publish"):
         r.publisher.wait()  # the next line donates the parameters
     with r.report.phase("update"):
-        r.state, done = r.step.update(r.state, batch, measurement, references)  # keeps the old state when not finite
+        # Keeps the old state when not finite.
+        r.state, done = r.step.update(r.state, batch, measurement, references, minibatch.prox_logps)
     require_finite(r, done, batch)  # stops the run with the batch saved; the version has not advanced
-    r.write(version + 1, done, assembled.stats)
+    r.write(version + 1, done, minibatch.stats)
     r.at_edge(version + 1)  # a window's end: checkpoint, publish, evaluate

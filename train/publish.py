@@ -67,7 +67,7 @@ class ProbeScorer:
           graph: static part of the policy.
           config: its architecture.
           sequences: int32[n] each, such as the policy is trained on; the same at every version of a run.
-          tolerance: largest accepted mean |difference|, nats.
+          tolerance: largest accepted `ProbeReport.mean_abs`, nats.
 
         Raises:
           ValueError: fewer than 256 tokens in all.

@@ -7,7 +7,8 @@ come in) and `publish` (weights go out); a failure of either reaches the loop at
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -19,13 +20,14 @@ from rollout_bridge import Fleet
 from sat_jax import objective as objectives
 from sat_jax.mesh import make_mesh
 from sat_jax.model import PolicyConfig
-from train.assemble import AssembleConfig, AssembleStats
+from train.assemble import AssembleConfig, AssembleStats, assemble, place
 from train.buffer import Buffer
 from train.checkpoint import Checkpoints, Cut, Identity
 from train.collect import Collector
 from train.compiles import CompileCounter
 from train.config import RunConfig
 from train.engines import attach_fleet
+from train.groups import Group
 from train.publish import Publisher
 from train.reference import Reference
 from train.report import Report
@@ -34,6 +36,22 @@ from train.staleness import Schedule
 from train.start import start_or_restore
 from train.state import TrainState
 from train.step import Batch, Step, StepReport, host_batch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Minibatch:
+    """What one optimizer step trains on.
+
+    Attributes:
+      batch: on the mesh.
+      stats: what is in it.
+      prox_logps: log-probs of every microbatch before the first step of the batch that this is a part of, nats; None
+        where the objective does without.
+    """
+
+    batch: Batch
+    stats: AssembleStats
+    prox_logps: tuple[jax.Array, ...] | None
 
 
 @dataclasses.dataclass
@@ -52,6 +70,7 @@ class Run:
       fleet, buffer, collector, publisher, checkpoints, report: see their modules.
       compiles: programs compiled so far.
       counters: figures that go on over a restart.
+      minibatches: what is left of the present batch; empty at a window's edge.
     """
 
     config: RunConfig
@@ -74,15 +93,34 @@ class Run:
     report: Report
     compiles: CompileCounter
     counters: dict[str, float]
+    minibatches: deque[Minibatch] = dataclasses.field(default_factory=deque)
     _seen: dict[str, float] = dataclasses.field(default_factory=dict)
     _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def begin(self) -> None:
         """Makes the fleet serve the version that the schedule asks for, and asks it for the first groups."""
+        objective = self.config.objective
+        if objective.config.needs_proximal and self.schedule.minibatches == 1:
+            self.report.event(
+                "warning",
+                f"{objective.preset} compares the policy with itself before the batch's first step; with "
+                "batch.minibatches = 1 that ratio is always one: set it to 2 or more, or choose another preset",
+            )
         with self.report.phase("publish"):
             if self.state.version < self.config.steps:
                 self.publisher.start(self.state, self.committed)
                 self.publisher.finish()
+
+    def prepare(self, groups: Sequence[Group], version: int) -> Iterator[Minibatch]:
+        """Cuts the groups of a batch into its minibatches; `version` is the trainer's at the first of them."""
+        size = self.schedule.groups_per_step
+        for index in range(self.schedule.minibatches):
+            assembled = assemble(groups[index * size : (index + 1) * size], version + index, self.assembly)
+            batch = place(assembled.microbatches, self.mesh)
+            prox_logps = None
+            if self.config.objective.config.needs_proximal:
+                prox_logps = tuple(output.logp_BT for output in self.step.score(self.state.params, batch))
+            yield Minibatch(batch=batch, stats=assembled.stats, prox_logps=prox_logps)
 
     def reference_logps(self, batch: Batch) -> tuple[jax.Array, ...] | None:
         """Log-probs under the frozen reference, or None without one."""

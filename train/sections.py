@@ -136,7 +136,7 @@ class RolloutConfig:
       dtype: compute type of the local sampler, and of the tensors on the wire.
       slots: sequences that the local engine decodes at once.
       deadline: seconds without any completion after which the run stops.
-      probe_tolerance: a version serves only if its log-probs of the probe agree to this mean |difference|, nats.
+      probe_tolerance: a version serves only if its log-probs of the probe agree to this (`ProbeReport.mean_abs`), nats.
       chunk_bytes: of a push.
     """
 

@@ -50,6 +50,17 @@ class StepReport:
     metrics: dict[str, float]
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Given:
+    """What a microbatch's gradient takes as given; None where the objective does without."""
+
+    measured: Measured | None = None
+    denominator: jax.Array | None = None
+    ref_logp_BT: jax.Array | None = None
+    prox_logp_BT: jax.Array | None = None
+
+
 class Step:
     """Holds the compiled functions of one run: one policy structure, one objective, one mesh."""
 
@@ -102,7 +113,12 @@ class Step:
         return Measurement(measured=measured, denominator=denominator)
 
     def update(
-        self, state: TrainState, batch: Batch, measurement: Measurement, ref_logps: Sequence[jax.Array] | None = None
+        self,
+        state: TrainState,
+        batch: Batch,
+        measurement: Measurement,
+        ref_logps: Sequence[jax.Array] | None = None,
+        prox_logps: Sequence[jax.Array] | None = None,
     ) -> tuple[TrainState, StepReport]:
         """One optimizer step. `state`'s buffers are donated: nobody may read them afterwards.
 
@@ -111,16 +127,20 @@ class Step:
           batch: the optimizer batch.
           measurement: of this batch by this state.
           ref_logps: log-probs under the frozen reference per microbatch, nats; needed when kl_coef > 0.
+          prox_logps: log-probs before the batch's first step per microbatch, nats; needed by a proximal anchor.
 
         Returns:
           The new state (the old values and version, should anything not be finite) and what happened.
         """
         gradients, metrics = None, None
         for index, micro in enumerate(batch):
-            ref_logp_BT = None if ref_logps is None else ref_logps[index]
-            gradients, seen = self._grad_jit(
-                state.params, gradients, micro, measurement.measured[index], measurement.denominator, ref_logp_BT
+            given = _Given(
+                measured=measurement.measured[index],
+                denominator=measurement.denominator,
+                ref_logp_BT=None if ref_logps is None else ref_logps[index],
+                prox_logp_BT=None if prox_logps is None else prox_logps[index],
             )
+            gradients, seen = self._grad_jit(state.params, gradients, micro, given)
             metrics = seen if metrics is None else merge(metrics, seen)
         assert gradients is not None, "a batch has at least one microbatch"
         assert metrics is not None, "a batch has at least one microbatch"
@@ -151,9 +171,7 @@ class Step:
         params: nnx.State,
         accumulated: nnx.State | None,
         micro: TokenBatch,
-        measured: Measured | None,
-        denominator: jax.Array | None,
-        ref_logp_BT: jax.Array | None,
+        given: _Given,
     ) -> tuple[nnx.State, Metrics]:
         def loss(params: nnx.State) -> tuple[jax.Array, Metrics]:
             output = self._score(params, micro)
@@ -161,9 +179,10 @@ class Step:
                 output.logp_BT,
                 micro,
                 self._objective,
-                measured=measured,
-                ref_logp_BT=ref_logp_BT,
-                denominator=denominator,
+                measured=given.measured,
+                prox_logp_BT=given.prox_logp_BT,
+                ref_logp_BT=given.ref_logp_BT,
+                denominator=given.denominator,
             )
             return report.loss, report.metrics | _policy_metrics(output, micro) | {"loss": Sum(report.loss)}
 

@@ -89,7 +89,6 @@ def _mean_square_cut(size_BT: jax.Array, mask_BT: jax.Array, budget: float) -> j
 
     Source: AReaL `_apply_m2po_masking`: drop the largest squares until the mean of the rest is below.
     """
-
     size_BT = jnp.where(mask_BT, size_BT, jnp.inf)
 
     def reached(cut: jax.Array) -> jax.Array:

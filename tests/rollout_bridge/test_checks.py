@@ -268,9 +268,11 @@ def test_what_a_probe_compares_is_within_its_sequences(model):
     # Where another sequence begins nothing is predicted: what stands there has no influence.
     off = probe.logp - np.where(probe.compared, 0.25, np.nan).astype(np.float32)
     off[5] -= 0.5
+    off[6] -= 7.0
     report = probe.compare(off)
-    assert report.mean_abs == pytest.approx(0.25 + 0.5 / 252, rel=1e-5)
-    assert report.max_abs == pytest.approx(0.75, rel=1e-5)
+    # One token that is far off counts as one nat.
+    assert report.mean_abs == pytest.approx(0.25 + (0.5 + 0.75) / 252, rel=1e-5)
+    assert report.max_abs == pytest.approx(7.25, rel=1e-5)
     check_probe(dataclasses.replace(probe, logp=np.where(probe.compared, probe.logp, np.nan)), model)
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollout_bridge import ClientOptions, Fatal, Fleet, FleetOptions, InFlight, Retryable, serve
+from rollout_bridge import ClientOptions, Fatal, Finish, Fleet, FleetOptions, InFlight, Retryable, serve
 from rollout_bridge.checks import check_completion
 from rollout_bridge.endpoint import State
 from rollout_bridge.engines.fake import FakeEngine, Fault
@@ -124,7 +124,7 @@ def test_duplicates_are_dropped_and_counted(model, start, gather, make_request):
     fleet = gather(start(engine))
     requests = [make_request(members=(0, 1, 2))]
     assert keys(fleet.sample(requests)) == wanted(requests)
-    assert fleet.counts()["duplicates"] == 2  # nobody reads on after the last member
+    assert fleet.counts()["duplicates"] in (2, 3)  # nobody waits for what comes after the last member
     assert fleet.counts()["completions"] == 3
 
 
@@ -219,6 +219,32 @@ def test_a_request_that_always_fails_is_given_up_after_a_bounded_number_of_tries
     with pytest.raises(Retryable, match=r"expected members \[0, 1\] within 3 repetitions.*told to refuse"):
         list(fleet.sample([make_request()]))
     assert engine.struck[Fault.REFUSE] == 4
+
+
+def test_members_that_never_come_and_empty_aborts_are_failures_too(model, start, gather, make_request):
+    class Aborting(FakeEngine):
+        calls = 0
+
+        def sample(self, request, cancelled):
+            self.calls += 1
+            for completion in super().sample(request, cancelled):
+                none = completion.tokens[:0]
+                yield dataclasses.replace(
+                    completion,
+                    tokens=none,
+                    behavior_logp=none.astype(np.float32),
+                    version=none,
+                    trace=None,
+                    finish=Finish.ABORT,
+                )
+
+    losing, aborting = FakeEngine(model, version=1), Aborting(model, version=1)
+    losing.inject(Fault.LOST, times=99)
+    for engine in (losing, aborting):
+        fleet = gather(start(engine), max_failures=3)
+        with pytest.raises(Retryable, match=r"the stream ended without tokens of \[0\]"):
+            list(fleet.sample([make_request(members=(0,))]))
+    assert losing.struck[Fault.LOST] == aborting.calls == 4
 
 
 def test_a_hung_request_is_asked_for_again_after_its_deadline(model, start, gather, make_request):
@@ -318,6 +344,34 @@ def test_a_commit_that_aborts_gives_tokens_of_both_versions(model, start, gather
         assert completion.tokens[:first].tolist() == old[completion.member].tokens[:first].tolist()
         rows = 3 + first - 1  # of tokens that were fed under version 1
         assert completion.trace.version_T.tolist() == [1] * rows + [2] * (42 - rows)
+
+
+def test_a_completion_that_overtakes_the_answer_of_its_commit_waits_for_it(model, start, gather, make_request):
+    class SlowToSay(FakeEngine):
+        def commit(self, version, probe, in_flight):
+            report = super().commit(version, probe, in_flight)
+            time.sleep(0.6 if version == 2 else 0.0)
+            return report
+
+    engine = SlowToSay(model, seconds_per_token=0.02)
+    fleet = gather(start(engine))
+    publish(fleet, model, 1)
+    request = make_request(members=(0, 1), length=15, stop=())
+    completions = fleet.sample([request])
+    versions, failed = [], []
+
+    def collect():
+        try:
+            versions.extend(int(c.version[-1]) for c in completions)
+        except Fatal as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=collect)
+    thread.start()
+    eventually(lambda: engine.status().running == 1)
+    publish(fleet, model, 2, InFlight.RETRACT)
+    thread.join(10)
+    assert (versions, failed) == ([2, 2], [])
 
 
 # ------------------------------------------------------------------------------------------------ loss and restart

@@ -562,6 +562,10 @@ def test_what_an_engine_held_is_forgotten_when_it_restarts_behind_the_bridge(mod
     with pytest.raises(NotStaged):
         desk.commit((4, weights.manifest.digest), probe, InFlight.FINISH, "me")
     assert desk.stage(iter(parts), "me").staged is Staged.RECEIVED
+    desk.commit((4, weights.manifest.digest), probe, InFlight.FINISH, "me")
+    engine._id = "fake-restarted-with-weights-of-its-own"
+    with pytest.raises(Fatal, match="expected a version above 4"):
+        desk.stage(iter(parts), "me")
 
 
 def test_a_commit_finds_the_desk_taken_while_another_runs(model, start, connect, make_request):

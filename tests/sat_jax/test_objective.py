@@ -69,11 +69,13 @@ def test_the_papers_vector_in_value_and_gradient(position, advantage, surrogate,
 
 @pytest.mark.parametrize("name", twin.names())
 def test_a_preset_equals_its_twin_in_value_and_gradient(name):
-    for seed in range(3):
-        example = random_example(seed, spread=0.3 if seed else 0.02)
+    # Barely drifted, drifted, and far enough out for every limit to matter.
+    for seed, spread in enumerate([0.02, 0.3, 1.5]):
+        example = random_example(seed, spread=spread)
         loss, gradient_BT = loss_and_gradient(example, ObjectiveConfig.preset(name))
-        assert loss == pytest.approx(twin.loss(name, example, example.logp_BT.astype(np.float64)), abs=1e-6)
-        assert gradient_BT == pytest.approx(twin.gradient(name, example), abs=2e-6)
+        expected = twin.loss(name, example, example.logp_BT.astype(np.float64))
+        assert loss == pytest.approx(expected, abs=1e-6, rel=2e-6)
+        assert gradient_BT == pytest.approx(twin.gradient(name, example), abs=2e-6, rel=2e-6)
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
@@ -261,6 +263,26 @@ def test_first_nonfinite_is_silent_when_all_is_finite_or_masked():
     example = random_example(1)
     logp_BT = np.where(example.batch.loss_mask_BT, example.logp_BT, np.nan)
     assert first_nonfinite(logp_BT, example.batch) is None
+
+
+def test_m2pos_bound_by_hand():
+    # Nine outward tokens at 0.01 and one at 1: 9e-4 + tau^2 = 10 * 0.04. The inward ones (far out) do not enter.
+    mismatch_BT = jnp.array([[0.01] * 9 + [1.0] + [5.0] * 3, [-2.0] * 13])
+    advantage_BT = jnp.array([[1.0] * 10 + [-1.0] * 3, [1.0] * 13])
+    config = ObjectiveConfig.preset("m2po")
+    tau = float(batch_threshold(mismatch_BT, jnp.ones((2, 13), bool), advantage_BT, config))
+    assert tau == pytest.approx(math.sqrt(0.4 - 9e-4), rel=1e-5)
+    within = float(batch_threshold(0.1 * mismatch_BT, jnp.ones((2, 13), bool), advantage_BT, config))
+    assert math.exp(within) == pytest.approx(1e5, rel=1e-5)
+
+
+def test_m2pos_mask_keeps_what_stays_within_the_budget_and_at_least_the_smallest():
+    config, everywhere = ObjectiveConfig.preset("m2po_mask"), jnp.ones((1, 4), bool)
+    # Squares 0.01, 0.01, 0.09, 1: the mean of the first three is 0.0367, of all 0.2775.
+    cut = float(batch_threshold(jnp.array([[0.1, -0.1, 0.3, -1.0]]), everywhere, jnp.ones((1, 4)), config))
+    assert 0.3 <= cut < 1.0
+    alone = float(batch_threshold(jnp.array([[0.9, -0.5, 0.7, 2.0]]), everywhere, jnp.ones((1, 4)), config))
+    assert alone == 0.5
 
 
 def test_an_unknown_preset_lists_the_known_and_suggests():

@@ -17,6 +17,7 @@ from sat_jax.trust_region import effective_radii
 from tests.reference.batches import Example, measured, random_example, random_segments, with_batch
 from tests.reference.objective_runner import LENGTH, ROWS, leaves, loss_and_gradient, metrics, metrics_as_merged
 
+EFFECTIVE = jax.jit(effective_radii, static_argnums=1)
 SEEDS = st.integers(0, 2**32 - 1)
 GARBAGE = np.array([np.nan, np.inf, -np.inf, 1e4, -1e4], np.float32)
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm")
@@ -60,7 +61,7 @@ def test_sats_gradient_is_ppos_with_the_effective_radii(seed, spread):
     config = config_of("sat_grpo", "token_mean")
     batch, mask_BT = example.batch, example.batch.loss_mask_BT
     threshold = metrics(example, config)["sat/threshold"]
-    low, high = map(float, effective_radii(jnp.float32(threshold), config.sat))
+    low, high = map(float, EFFECTIVE(jnp.float32(threshold), config.sat))
     drift_BT = example.logp_BT.astype(float) - batch.behavior_logp_BT
     ratio_BT, positive_BT = np.exp(drift_BT), batch.advantage_BT > 0
     clipped_BT = np.where(positive_BT, ratio_BT > 1 + high, ratio_BT < 1 - low)
@@ -466,6 +467,18 @@ def test_metrics_of_microbatches_merge_to_those_of_the_whole():
     scored = measure(parts, config)
     seen = [metrics_as_merged(part, config, one) for part, one in zip(parts, scored, strict=True)]
     assert values(functools.reduce(merge, seen)) == pytest.approx(metrics(example, config), rel=1e-5, abs=1e-7)
+
+
+def test_effective_radii_of_unequal_microbatches_are_weighted_by_tokens():
+    config = config_of("sat_grpo", quantile_scope="microbatch")
+    parts = [random_example(1, spread=0.01), random_example(2, spread=0.05)]
+    parts[0] = with_batch(parts[0], loss_mask_BT=parts[0].batch.loss_mask_BT & (np.arange(LENGTH) % 3 == 0))
+    seen = [metrics(part, config) for part in parts]
+    tokens = sum(one["tokens"] for one in seen)
+    expected = sum(one["sat/effective_low"] * one["tokens"] for one in seen) / tokens
+    merged = values(merge(*(metrics_as_merged(part, config) for part in parts)))
+    assert merged["sat/effective_low"] == pytest.approx(expected, rel=1e-5)
+    assert seen[0]["sat/effective_low"] != pytest.approx(seen[1]["sat/effective_low"], rel=0.1)
 
 
 def test_random_segments_are_contiguous_and_ascending():

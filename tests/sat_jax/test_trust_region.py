@@ -254,7 +254,7 @@ def test_clamps_bound_a_positive_threshold_and_leave_0_off():
     [(0.001, 0.0058), (0.002, 0.0092), (0.005, 0.0167), (0.01, 0.026), (0.02, 0.040), (0.05, 0.070), (0.1, 0.105)],
 )
 def test_effective_upper_radii_of_the_table(threshold, expected):
-    _, high = effective_radii(jnp.float32(threshold), SatConfig())
+    _, high = EFFECTIVE(jnp.float32(threshold), SatConfig())
     assert float(high) == pytest.approx(expected, rel=0.02)
 
 
@@ -306,6 +306,6 @@ def test_sides_switch_off_where_the_fixed_clip_takes_over():
     cases = {0.0: (0, 0), 0.1: (1, 1), 0.1823: (1, 1), 0.1824: (1, 0), 0.2231: (1, 0), 0.2232: (0, 0), 3.0: (0, 0)}
     for threshold, expected in cases.items():
         assert tuple(map(float, sides_active(jnp.float32(threshold), config))) == expected
-        low, high = effective_radii(jnp.float32(threshold), config)
+        low, high = EFFECTIVE(jnp.float32(threshold), config)
         # A side is inert exactly when its effective radius is the nominal one.
         assert (float(low) < np.float32(0.2), float(high) < np.float32(0.2)) == (expected[0] == 1, expected[1] == 1)

@@ -16,7 +16,7 @@ from train.assemble import AssembleConfig, BatchConfig, assemble, pack, place
 
 
 def config(*, group_size=2, row_length=12, rows=2, groups=3, **changes):
-    sizes = BatchConfig(groups_per_step=groups, group_size=group_size, row_length=row_length, rows=rows)
+    sizes = BatchConfig(groups_per_step=groups, minibatches=1, group_size=group_size, row_length=row_length, rows=rows)
     base = AssembleConfig(
         batch=sizes,
         advantage=AdvantageConfig(),
@@ -260,7 +260,7 @@ def test_groups_of_one_are_refused():
 
 @pytest.mark.parametrize("name", ["groups_per_step", "group_size", "rows"])
 def test_sizes_are_positive(name):
-    sizes = {"groups_per_step": 2, "group_size": 2, "row_length": 4, "rows": 2} | {name: 0}
+    sizes = {"groups_per_step": 2, "minibatches": 1, "group_size": 2, "row_length": 4, "rows": 2} | {name: 0}
     with pytest.raises(ValueError, match=rf"batch\.{name}: expected at least 1, got 0"):
         BatchConfig(**sizes)
 

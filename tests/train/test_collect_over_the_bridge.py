@@ -30,7 +30,7 @@ SETTINGS = CollectSettings(
     seed=1, group_size=4, temperature=1.0, max_new_tokens=5, stop_ids=(1,), want_trace=True, shown=1
 )
 ASSEMBLE = AssembleConfig(
-    batch=BatchConfig(groups_per_step=4, group_size=4, row_length=20, rows=8),
+    batch=BatchConfig(groups_per_step=4, minibatches=1, group_size=4, row_length=20, rows=8),
     advantage=AdvantageConfig(),
     vocab_size=TOKENIZER.vocab_size,
     moe_layers=2,

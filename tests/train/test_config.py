@@ -29,11 +29,11 @@ def write(tmp_path):
 
 def test_the_quickstart_is_what_its_file_says():
     config = load(QUICKSTART)
-    assert (config.name, config.steps, config.reward) == ("quickstart", 240, "exact_match")
+    assert (config.name, config.steps, config.reward) == ("quickstart", 280, "exact_match")
     assert (config.batch.groups_per_step, config.batch.group_size) == (32, 8)
     assert config.objective.config == ObjectiveConfig.preset("sat_grpo", kl_coef=1e-3)
     assert (config.objective.replay, config.objective.advantage.std) == (True, "group")
-    assert config.plan == Schedule(lag=4, steps=240, groups_per_step=32)
+    assert config.plan == Schedule(lag=4, steps=280, groups_per_step=32)
     assert config.mesh == MeshConfig()
     policy = config.policy.build(vocab_size=14, max_positions=48)
     assert (policy.vocab_size, policy.width, policy.experts, policy.max_positions) == (14, 64, 4, 48)
@@ -141,7 +141,7 @@ def test_a_bad_setting_is_refused_with_file_and_key(override, message):
         ),
         ('preset = "sat_grpo"', "", r"objective\.preset: expected a value, got none"),
         ("[eval]", "[evla]", r"evla: expected a known key, got 'evla'; did you mean 'eval'\?"),
-        ("steps = 240", "steps = ", r"expected TOML, got: Invalid value \(at line 6"),
+        ("steps = 280", "steps = ", r"expected TOML, got: Invalid value \(at line 6"),
         ("lag = 4", "lag = 4\nlag = 5", r"expected TOML, got: Cannot overwrite a value \(at line 12"),
     ],
 )

@@ -277,7 +277,9 @@ def test_an_abort_while_a_cache_is_rebuilt_returns_no_tokens(bench):
     bench.commit(sharp_policy(2), InFlight.RETRACT)
     bench.turns(1)
     bench.worker.abort(None)
-    assert (running.one().finish, bench.worker.status().running) == (Finish.ABORT, 0)
+    completion = running.one()
+    assert (completion.finish, len(completion.tokens), completion.trace) == (Finish.ABORT, 0, None)
+    assert bench.worker.status().running == 0
 
 
 def test_abort_by_name_ends_running_and_waiting_requests_alone(bench):

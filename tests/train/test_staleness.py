@@ -4,11 +4,22 @@ from hypothesis import strategies as st
 
 from train.staleness import Schedule, ScheduleConfig
 
+
+def scaled(batches_of_lag, batches, groups_per_step, minibatches):
+    return Schedule(
+        lag=batches_of_lag * minibatches,
+        steps=batches * minibatches,
+        groups_per_step=groups_per_step,
+        minibatches=minibatches,
+    )
+
+
 schedules = st.builds(
-    Schedule,
-    lag=st.integers(0, 9),
-    steps=st.integers(1, 60),
+    scaled,
+    batches_of_lag=st.integers(0, 9),
+    batches=st.integers(1, 40),
     groups_per_step=st.integers(1, 5),
+    minibatches=st.sampled_from([1, 1, 2, 3]),
 )
 laws = settings(max_examples=150, deadline=None)
 
@@ -40,6 +51,23 @@ def test_lag_0_is_synchronous():
     assert [plan.publishes(version) for version in range(4)] == [True, True, True, False]
     assert all(plan.is_edge(version) for version in range(4))
     assert plan.max_lag == 0
+
+
+def test_a_batch_of_two_minibatches_is_sampled_by_the_version_that_it_finds():
+    plan = Schedule(lag=0, steps=4, groups_per_step=2, minibatches=2)
+    assert [plan.sampled_by(step) for step in range(4)] == [0, 0, 2, 2]
+    assert [plan.tickets_of_version(version) for version in (0, 1, 2)] == [range(0, 4), range(0), range(4, 8)]
+    assert [plan.is_edge(version) for version in range(5)] == [True, False, True, False, True]
+    assert plan.max_lag == 1
+
+
+@pytest.mark.parametrize(("lag", "steps", "name"), [(3, 4, "lag"), (2, 5, "steps")])
+def test_a_batch_is_never_cut_by_a_publication_or_the_end(lag, steps, name):
+    with pytest.raises(
+        ValueError,
+        match=rf"{name}: expected a multiple of batch.minibatches = 2, .* got {lag if name == 'lag' else steps}",
+    ):
+        Schedule(lag=lag, steps=steps, groups_per_step=1, minibatches=2)
 
 
 @laws

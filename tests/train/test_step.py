@@ -14,7 +14,7 @@ from tests.reference.rollouts import EXPERTS, LAYERS, SLOTS, make_group
 from train.assemble import AssembleConfig, BatchConfig, assemble, place
 from train.compiles import CompileCounter
 from train.state import OptimConfig, TrainState, init_policy, init_state
-from train.step import Measurement, Step, host_batch
+from train.step import Measurement, Step, _Given, host_batch
 
 ROWS, LENGTH = 4, 16
 POLICY = PolicyConfig(
@@ -30,7 +30,7 @@ POLICY = PolicyConfig(
     rope_theta=1e4,
 )
 ASSEMBLY = AssembleConfig(
-    batch=BatchConfig(groups_per_step=4, group_size=3, row_length=LENGTH, rows=ROWS),
+    batch=BatchConfig(groups_per_step=4, minibatches=1, group_size=3, row_length=LENGTH, rows=ROWS),
     advantage=AdvantageConfig(),
     vocab_size=12,
     moe_layers=LAYERS,
@@ -195,7 +195,7 @@ def test_update_donates_the_state_and_never_compiles_twice():
 def test_the_router_learns_under_replay():
     step, state, mesh = build()
     whole = place(near(step, state, assemble(groups(), 0, ASSEMBLY).microbatches, mesh), mesh)
-    gradients, _ = step._grad_jit(state.params, None, whole[0], None, None, None)
+    gradients, _ = step._grad_jit(state.params, None, whole[0], _Given())
     router = np.asarray(gradients["layers"]["router_DE"][...])
     assert np.abs(router).max() > 0
 
