@@ -28,8 +28,8 @@ lint: .venv/.installed  ## formatting, lint, types
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-test: lint  ## the default suite: everything but the marked groups
-	$(BIN)/python -m pytest
+test: lint  ## the default suite: everything but the marked groups (about 8 minutes on 2 cores)
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-slow: .venv/.installed  ## the slow group: whole runs, killed and resumed
 	$(BIN)/python -m pytest -m slow
