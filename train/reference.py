@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
-from rollout_bridge.fleet import Weights
 
+from rollout_bridge.fleet import Weights
 from sat_jax.model import Policy, PolicyConfig, hf
 from sat_jax.types import TokenBatch
 from train.step import Batch, Step

@@ -20,6 +20,7 @@ from rollout_bridge import Fleet
 from sat_jax import objective as objectives
 from sat_jax.mesh import make_mesh
 from sat_jax.model import PolicyConfig
+from train.alarms import too_few_sequences
 from train.assemble import AssembleConfig, AssembleStats, assemble, place
 from train.buffer import Buffer
 from train.checkpoint import Checkpoints, Cut, Identity
@@ -31,6 +32,7 @@ from train.groups import Group
 from train.publish import Publisher
 from train.reference import Reference
 from train.report import Report
+from train.run_folder import SUMMARY, read_json
 from train.setup import Problem, assembly, evaluate_held_out, header, make_problem, make_publisher
 from train.staleness import Schedule
 from train.start import start_or_restore
@@ -95,6 +97,7 @@ class Run:
     counters: dict[str, float]
     minibatches: deque[Minibatch] = dataclasses.field(default_factory=deque)
     _seen: dict[str, float] = dataclasses.field(default_factory=dict)
+    _few_said: bool = False
     _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def begin(self) -> None:
@@ -107,7 +110,8 @@ class Run:
                 "batch.minibatches = 1 that ratio is always one: set it to 2 or more, or choose another preset",
             )
         with self.report.phase("publish"):
-            if self.state.version < self.config.steps:
+            # A run that was killed between its last step and its last evaluation has the latter still to make.
+            if self.state.version < self.config.steps or not self._summarised():
                 self.publisher.start(self.state, self.committed)
                 self.publisher.finish()
 
@@ -116,6 +120,7 @@ class Run:
         size = self.schedule.groups_per_step
         for index in range(self.schedule.minibatches):
             assembled = assemble(groups[index * size : (index + 1) * size], version + index, self.assembly)
+            self._say_if_few(assembled.stats)
             batch = place(assembled.microbatches, self.mesh)
             prox_logps = None
             if self.config.objective.config.needs_proximal:
@@ -176,6 +181,8 @@ class Run:
     def finish(self) -> None:
         """Waits for the last evaluation and writes the summary."""
         self.publisher.finish()
+        if self._summarised():
+            return
         sides = {
             side: {
                 name.removeprefix(f"{side}/"): value
@@ -189,6 +196,19 @@ class Run:
             "compilations": f"{self.compiles.count} programs in {self.compiles.seconds:.0f} s, by the trainer",
         }
         self.report.write_summary({"prompts": prompts, **sides, "facts": facts})
+
+    def _summarised(self) -> bool:
+        """Whether the folder says already how this run ended."""
+        return self.state.version == self.config.steps and read_json(self.folder / SUMMARY) is not None
+
+    def _say_if_few(self, stats: AssembleStats) -> None:
+        objective = self.config.objective.config
+        if self._few_said or objective.radii != "sat" or objective.mismatch == "token" or not objective.clips:
+            return
+        said = too_few_sequences(stats.sequences_each, objective.quantile, objective.quantile_scope)
+        if said is not None:
+            self._few_said = True
+            self.report.event("warning", said)
 
     def _evaluates(self, version: int) -> bool:
         if not (self.config.eval.prompts and self.problem.data.held_out):

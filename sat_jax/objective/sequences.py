@@ -138,7 +138,8 @@ def _sums(value_BT: jax.Array, segment_BT: jax.Array, kind: DTypeLike | None = N
 
 def _chunked(turn: Callable[[jax.Array, jax.Array | int, int], jax.Array], carry: jax.Array, length: int) -> jax.Array:
     """`carry` after a turn (carry, first column, width) for every chunk of columns."""
-    carry = lax.fori_loop(0, length // _CHUNK, lambda index, carry: turn(carry, index * _CHUNK, _CHUNK), carry)
+    if length >= _CHUNK:
+        carry = lax.fori_loop(0, length // _CHUNK, lambda index, carry: turn(carry, index * _CHUNK, _CHUNK), carry)
     rest = length % _CHUNK
     return turn(carry, length - rest, rest) if rest else carry
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -130,6 +131,18 @@ def test_a_run_that_is_complete_says_so_and_changes_nothing(undisturbed):
     for name, array in before.items():
         np.testing.assert_array_equal(array, after[name])
     assert [row["version"] for row in lines(folder)] == list(range(1, 9))
+    summary = json.loads((folder / "summary.json").read_text())
+    for side in ("before", "after"):
+        assert {"eval/sampled_accuracy", "eval/greedy_accuracy", "entropy"} <= summary[side].keys()
+
+
+def test_a_run_that_was_killed_before_its_last_evaluation_makes_it(undisturbed, tmp_path):
+    folder, _ = undisturbed
+    expected = json.loads((folder / "summary.json").read_text())
+    shutil.copytree(folder, tmp_path / "small")
+    (tmp_path / "small" / "summary.json").unlink()
+    run(folder.parent / "small.toml", tmp_path)
+    assert json.loads((tmp_path / "small" / "summary.json").read_text())["after"] == expected["after"]
 
 
 def test_a_killed_run_ends_with_the_same_parameters_bit_for_bit(undisturbed, tmp_path):
@@ -164,6 +177,28 @@ def test_a_synchronous_run_in_float32_shows_the_two_log_probs_agree(tmp_path):
     assert [row["lag/max"] for row in rows] == [0, 0, 0]
     assert max(row["mismatch/abs_mean"] for row in rows) < 1e-5
     assert all(row["routing/agreement"] == 1 for row in rows)
+
+
+@pytest.mark.slow
+def test_the_minibatches_of_a_batch_share_the_log_probs_of_its_start(tmp_path):
+    config = write_config(
+        tmp_path, "objective.preset=decoupled_ppo", "batch.minibatches=2", "optim.peak_lr=0.02", "optim.warmup=0"
+    )
+    run(config, tmp_path)
+    rows = lines(tmp_path / "small")
+    assert [row["version"] for row in rows] == list(range(1, 9))
+    # Before its batch's first step the policy is its own proximal one, and nothing is clipped; after it, some is.
+    assert all(row["clip/fraction"] == 0 for row in rows[0::2])
+    assert max(row["clip/fraction"] for row in rows[1::2]) > 0
+    events = (tmp_path / "small" / "events.jsonl").read_text()
+    assert "that ratio is always one" not in events
+
+
+@pytest.mark.slow
+def test_one_minibatch_with_a_proximal_preset_is_warned_of(tmp_path):
+    config = write_config(tmp_path, "objective.preset=ppo", "reward=random", "steps=2", "schedule.lag=0")
+    run(config, tmp_path)
+    assert "that ratio is always one" in (tmp_path / "small" / "events.jsonl").read_text()
 
 
 def wait_for_version(process: subprocess.Popen, folder: Path, version: int, timeout: float = 250) -> None:
