@@ -6,6 +6,7 @@ a law: a small model at a high learning rate lives above some of them, and its c
 
 import collections
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -193,6 +194,31 @@ def levels_for(run: RunHeader) -> tuple[Level, ...]:
             )
         )
     return tuple(chosen)
+
+
+def too_few_sequences(sequences_each: Sequence[int], quantile: float, scope: str) -> str | None:
+    """What to say of a batch in which SAT on a *sequence* ratio has too small a pool to contract anything.
+
+    The threshold is the quantile over the active tokens, and all tokens of a sequence have the same ratio: fewer than
+    1 / (1 - quantile) sequences, of about one length, hold no sequence whose tokens all lie beyond it.
+
+    Args:
+      sequences_each: sequences of every microbatch of an optimizer batch.
+      quantile: SAT's, in (0, 1).
+      scope: the pool: "batch" or "microbatch".
+
+    Returns:
+      A sentence, or None where the pool is large enough.
+    """
+    needed = math.ceil(round(1 / (1 - quantile), 6))
+    pool = sum(sequences_each) if scope == "batch" else min(sequences_each)
+    if pool >= needed:
+        return None
+    remedy = "set quantile_scope = batch" if sum(sequences_each) >= needed else "train on more sequences a step"
+    return (
+        f"SAT on a sequence ratio: expected at least {needed} sequences in a {scope} (quantile {quantile:g}), got "
+        f"{pool}: of about equal length, none can lie beyond the threshold; {remedy}, or lower the quantile"
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

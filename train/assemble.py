@@ -78,6 +78,7 @@ class AssembleStats:
 
     Attributes:
       sequences: completions.
+      sequences_each: completions of each microbatch.
       positions: input positions in use.
       fill: share of the microbatches' positions that are in use, in [0, 1].
       tokens: active (trained) tokens.
@@ -89,6 +90,7 @@ class AssembleStats:
     """
 
     sequences: int
+    sequences_each: tuple[int, ...]
     positions: int
     fill: float
     tokens: int
@@ -256,6 +258,8 @@ def _stats(
     replayed = sum(int(np.count_nonzero(micro.trace.present_BT)) for micro in microbatches)
     return AssembleStats(
         sequences=len(sequences),
+        # The sequences of a row are numbered from 1.
+        sequences_each=tuple(int(micro.segment_BT.max(axis=1).sum()) for micro in microbatches),
         positions=positions,
         fill=positions / (len(microbatches) * config.batch.rows * config.batch.row_length),
         tokens=lags.total(),

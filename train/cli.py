@@ -1,6 +1,7 @@
 """`sat-jax`: the verbs. Parses, calls, and says in one line what went wrong."""
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -48,7 +49,31 @@ def _parser() -> argparse.ArgumentParser:
     report = verbs.add_parser("report", help="write a run's report.html anew")
     report.add_argument("folder", type=Path, help="run folder")
     report.set_defaults(run=_report)
+    benches = verbs.add_parser("bench", help="time a part on this machine").add_subparsers(
+        required=True, metavar="PART"
+    )
+    _clip_arguments(benches.add_parser("clip", help="value and gradient of every objective preset, against ppo"))
     return parser
+
+
+def _clip_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--log2-tokens", type=int, nargs="+", default=[16, 18, 20, 22], metavar="N", help="batches of 2^N tokens"
+    )
+    parser.add_argument("--presets", nargs="+", default=[], metavar="NAME", help="all by default; ppo is always there")
+    parser.add_argument("--aggregation", default="token_mean", help="of all presets; own = each its authors'")
+    parser.add_argument("--repetitions", type=int, default=9, metavar="N", help="with fresh data each (default: 9)")
+    parser.add_argument(
+        "--threads", type=int, default=1, metavar="N", help="CPU threads of a computation; 0 = all (default: 1)"
+    )
+    parser.add_argument(
+        "--devices", type=int, default=1, metavar="N", help="shard the rows over N devices (on a CPU: made-up ones)"
+    )
+    parser.add_argument(
+        "--train-step", type=Path, metavar="CONFIG", help="also (sat_gspo - gspo) as a share of this run's train step"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    parser.set_defaults(run=_bench_clip)
 
 
 def _config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,6 +118,32 @@ def _report(arguments: argparse.Namespace) -> None:
     from train.report import regenerate
 
     _say(f"written: {regenerate(arguments.folder)}")
+
+
+def _bench_clip(arguments: argparse.Namespace) -> None:
+    # XLA reads this once, when JAX first makes a device.
+    os.environ["XLA_FLAGS"] = _xla_flags(arguments.threads, arguments.devices)
+    from train.bench_clip import Options, measure, report
+
+    options = Options(
+        log2_tokens=tuple(arguments.log2_tokens),
+        presets=tuple(arguments.presets),
+        aggregation=arguments.aggregation,
+        repetitions=arguments.repetitions,
+        threads=arguments.threads,
+        devices=arguments.devices,
+        train_step=arguments.train_step,
+    )
+    sys.stdout.write(report(measure(options), as_json=arguments.json) + "\n")
+
+
+def _xla_flags(threads: int, devices: int) -> str:
+    flags = [os.environ.get("XLA_FLAGS", "")]
+    if devices > 1:
+        flags.append(f"--xla_force_host_platform_device_count={devices}")
+    if threads == 1:
+        flags.append("--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1")
+    return " ".join(flag for flag in flags if flag)
 
 
 def _preempted(_signal: int, _frame: FrameType | None) -> None:

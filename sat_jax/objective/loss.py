@@ -110,12 +110,20 @@ def mismatch(logp_BT: jax.Array, batch: TokenBatch, config: ObjectiveConfig) -> 
     return lax.stop_gradient(in_unit(token_BT, batch, config))
 
 
-def first_nonfinite(logp_BT: jax.Array | np.ndarray, batch: TokenBatch) -> str | None:
+def first_nonfinite(
+    logp_BT: jax.Array | np.ndarray,
+    batch: TokenBatch,
+    *,
+    prox_logp_BT: jax.Array | None = None,
+    ref_logp_BT: jax.Array | None = None,
+) -> str | None:
     """Names the first active position at which an input of the loss is not finite. On the host, not under `jit`.
 
     Args:
       logp_BT: log pi of the targets.
       batch: masks, the engine's log-probs and advantages.
+      prox_logp_BT: as given to `policy_loss`.
+      ref_logp_BT: as given to `policy_loss`.
 
     Returns:
       A sentence with the array, the value, row and position; None when all is finite.
@@ -125,8 +133,12 @@ def first_nonfinite(logp_BT: jax.Array | np.ndarray, batch: TokenBatch) -> str |
         "logp_BT": logp_BT,
         "behavior_logp_BT": batch.behavior_logp_BT,
         "advantage_BT": batch.advantage_BT,
+        "prox_logp_BT": prox_logp_BT,
+        "ref_logp_BT": ref_logp_BT,
     }
     for name, array_BT in arrays.items():
+        if array_BT is None:
+            continue
         value_BT = np.asarray(array_BT)
         wrong = np.argwhere(active_BT & ~np.isfinite(value_BT))
         if wrong.size:

@@ -252,11 +252,12 @@ def test_a_number_that_is_not_finite_at_an_active_position_is_never_hidden(name,
         spoilt = with_batch(example, **{where: spoilt_BT})
     loss, _ = loss_and_gradient(spoilt, ObjectiveConfig.preset(name))
     assert math.isnan(loss)
-    if where in ("logp_BT", "behavior_logp_BT", "advantage_BT"):
-        message = first_nonfinite(spoilt.logp_BT, spoilt.batch)
-        assert message is not None
-        assert f"{where}: expected a finite number" in message
-        assert f"row {row}, position {position}" in message
+    message = first_nonfinite(
+        spoilt.logp_BT, spoilt.batch, prox_logp_BT=spoilt.prox_logp_BT, ref_logp_BT=spoilt.ref_logp_BT
+    )
+    assert message is not None
+    assert f"{where}: expected a finite number" in message
+    assert f"row {row}, position {position}" in message
 
 
 def test_first_nonfinite_is_silent_when_all_is_finite_or_masked():

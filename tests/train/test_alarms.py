@@ -1,11 +1,14 @@
 import dataclasses
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sat_jax.trust_region import tail_threshold
 from tests.reference.runs import make_header, make_metrics, make_rows
-from train.alarms import ALARM, LEVELS, WARNING, Level, Watch, levels_for, spans
+from train.alarms import ALARM, LEVELS, WARNING, Level, Watch, levels_for, spans, too_few_sequences
 
 
 def level(**changes):
@@ -142,3 +145,41 @@ def test_every_level_explains_itself():
         assert rule.remedy.endswith(".")
         assert rule.source
         assert dataclasses.replace(rule, level=9.0) != rule
+
+
+@pytest.mark.parametrize(
+    ("each", "quantile", "scope", "needed", "pool"),
+    [
+        ((9,), 0.9, "batch", 10, 9),
+        ((4, 5), 0.9, "batch", 10, 9),
+        ((30, 9), 0.9, "microbatch", 10, 9),
+        ((4,), 0.8, "batch", 5, 4),
+    ],
+)
+def test_a_pool_in_which_sat_on_sequences_cannot_fire_is_said(each, quantile, scope, needed, pool):
+    said = too_few_sequences(each, quantile, scope)
+    assert said is not None
+    assert f"at least {needed} sequences in a {scope} (quantile {quantile}), got {pool}:" in said
+    assert ("set quantile_scope = batch" in said) == (sum(each) >= needed)
+
+
+@pytest.mark.parametrize(
+    ("each", "quantile", "scope"),
+    [
+        ((10,), 0.9, "batch"),
+        ((5, 5), 0.9, "batch"),
+        ((10, 30), 0.9, "microbatch"),
+        ((5,), 0.8, "batch"),
+        ((2,), 0.5, "batch"),
+    ],
+)
+def test_a_pool_in_which_it_can_is_passed_over(each, quantile, scope):
+    assert too_few_sequences(each, quantile, scope) is None
+
+
+def test_the_pool_that_is_warned_of_is_one_in_which_no_token_is_beyond_the_threshold():
+    for sequences in range(1, 15):
+        mismatch_BT = np.repeat(np.arange(1.0, sequences + 1, dtype=np.float32), 7)[None]
+        threshold = float(tail_threshold(jnp.asarray(mismatch_BT), jnp.ones_like(mismatch_BT, bool), 0.9))
+        fires = bool((mismatch_BT > threshold).any())
+        assert fires == (too_few_sequences((sequences,), 0.9, "batch") is None)
