@@ -37,6 +37,6 @@ def _step(r: Run, version: int) -> None:
     with r.report.phase("update"):
         # Keeps the old state when not finite.
         r.state, done = r.step.update(r.state, batch, measurement, references, minibatch.prox_logps)
-    require_finite(r, done, batch)  # stops the run with the batch saved; the version has not advanced
+    require_finite(r, done, minibatch, references)  # stops the run with the batch saved; the version has not advanced
     r.write(version + 1, done, minibatch.stats)
     r.at_edge(version + 1)  # a window's end: checkpoint, publish, evaluate

@@ -229,7 +229,7 @@ class Run:
                 }
 
 
-def require_finite(r: Run, done: StepReport, batch: Batch) -> None:
+def require_finite(r: Run, done: StepReport, minibatch: Minibatch, references: tuple[jax.Array, ...] | None) -> None:
     """Stops the run when a loss or gradient was not finite; the batch is saved, the state is as it was.
 
     Raises:
@@ -237,13 +237,25 @@ def require_finite(r: Run, done: StepReport, batch: Batch) -> None:
     """
     if done.finite:
         return
-    version = r.state.version
+    version, batch = r.state.version, minibatch.batch
+    nothing = (None,) * len(batch)
     path = r.folder / f"nonfinite-v{version}.npz"
     np.savez(path, allow_pickle=False, **host_batch(batch))  # pyright: ignore[reportArgumentType]
     causes = [
         cause
-        for micro, output in zip(batch, r.step.score(r.state.params, batch), strict=True)
-        if (cause := objectives.first_nonfinite(output.logp_BT, micro)) is not None
+        for micro, output, prox_logp_BT, ref_logp_BT in zip(
+            batch,
+            r.step.score(r.state.params, batch),
+            minibatch.prox_logps or nothing,
+            references or nothing,
+            strict=True,
+        )
+        if (
+            cause := objectives.first_nonfinite(
+                output.logp_BT, micro, prox_logp_BT=prox_logp_BT, ref_logp_BT=ref_logp_BT
+            )
+        )
+        is not None
     ]
     raise ValueError(
         f"step {version}: expected a finite loss and gradient, got loss {done.metrics['loss']}, gradient norm "
