@@ -8,6 +8,7 @@ later prompt, seed and key follows.
 import dataclasses
 import json
 import shutil
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +24,7 @@ from train.buffer import BufferSnapshot
 from train.groups import from_bytes, to_bytes
 from train.state import TrainState
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,16 +57,21 @@ class Cut:
 class Checkpoints:
     """The cuts of one run folder. A context manager; one process at a time."""
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    def __init__(self, folder: Path, keep: int, *, read_only: bool = False) -> None:
         """Opens the folder; remains of broken saves are removed and never count.
 
         Args:
           folder: `<run>/checkpoints`.
           keep: how many of the newest cuts stay.
+          read_only: change nothing there; a run in progress may be saving.
         """
         self._folder = folder
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, enable_async_checkpointing=False, cleanup_tmp_directories=True, create=True
+            max_to_keep=None if read_only else keep,
+            enable_async_checkpointing=False,
+            cleanup_tmp_directories=not read_only,
+            create=not read_only,
+            read_only=read_only,
         )
         self._manager = ocp.CheckpointManager(epath.Path(folder.absolute()), options=options)
 
@@ -90,6 +96,7 @@ class Checkpoints:
         version = cut.state.version
         if version == self.latest():
             return  # a batch-wise run is a function of its config and seed: the cut that is there is this one
+        arrays = flatten(cut.state)
         packed = np.frombuffer(to_bytes(list(cut.buffer.groups)), np.uint8)
         meta = {
             "format": _FORMAT,
@@ -99,10 +106,11 @@ class Checkpoints:
             "lost": list(cut.buffer.lost),
             "dropped": dict(cut.buffer.dropped),
             "groups": {"bytes": packed.size, "digest": xxhash.xxh3_128_hexdigest(packed.tobytes())},
+            "arrays": {name: _digest(array) for name, array in arrays.items()},
             "counters": dict(cut.counters),
         }
         items = ocp.args.Composite(
-            state=ocp.args.StandardSave(flatten(cut.state)),
+            state=ocp.args.StandardSave(arrays),
             groups=ocp.args.StandardSave({"packed": packed}),
             meta=ocp.args.JsonSave(meta),
         )
@@ -115,6 +123,20 @@ class Checkpoints:
                 f"checkpoint: version {version} could not be written under {self._folder}: {error}; earlier "
                 f"checkpoints are whole: free some space and start the same command again to resume"
             ) from error
+
+    def check(self, identity: Identity, *, but: tuple[str, ...] = ()) -> None:
+        """Checks that the newest cut is of this run, before anything is built for it.
+
+        Args:
+          identity: of the run.
+          but: fields of it that are not known yet.
+
+        Raises:
+          ValueError: it is of another model, tokenizer, data set or reference, or damaged.
+        """
+        version = self.latest()
+        if version is not None:
+            self._check(version, self._restore(version, meta=ocp.args.JsonRestore())["meta"], identity, but)
 
     def restore(self, template: TrainState, identity: Identity) -> Cut | None:
         """The newest cut, or None when there is none.
@@ -139,6 +161,12 @@ class Checkpoints:
         found = self._restore(
             version, state=ocp.args.StandardRestore(abstract), groups=ocp.args.StandardRestore(packed)
         )
+        for name, array in found["state"].items():
+            if (digest := _digest(array)) != meta["arrays"].get(name):
+                raise ValueError(
+                    f"checkpoint {version}: expected {name} of digest {meta['arrays'].get(name)}, got {digest} "
+                    f"({self._folder}); the file is damaged: delete that folder to resume from the checkpoint before it"
+                )
         blob = np.asarray(found["groups"]["packed"]).tobytes()
         if xxhash.xxh3_128_hexdigest(blob) != meta["groups"]["digest"]:
             raise ValueError(
@@ -159,14 +187,20 @@ class Checkpoints:
         )
 
     def _restore(self, version: int, **items: Any) -> Mapping[str, Any]:
-        return self._manager.restore(version, args=ocp.args.Composite(**items))
+        try:
+            return self._manager.restore(version, args=ocp.args.Composite(**items))
+        except Exception as error:  # Orbax raises ValueError, KeyError and plain Exception alike
+            raise ValueError(
+                f"checkpoint {version}: expected whole files, got {type(error).__name__}: {str(error)[:300]} "
+                f"({self._folder / str(version)}); delete that folder to resume from the checkpoint before it"
+            ) from error
 
-    def _check(self, version: int, meta: dict[str, Any], identity: Identity) -> None:
+    def _check(self, version: int, meta: Mapping[str, Any], identity: Identity, but: tuple[str, ...] = ()) -> None:
         if meta.get("format") != _FORMAT:
             raise ValueError(f"checkpoint {version}: expected format {_FORMAT}, got {meta.get('format')}")
         for name, expected in dataclasses.asdict(identity).items():
             found = meta["identity"].get(name)
-            if found != expected:
+            if found != expected and name not in but:
                 raise ValueError(
                     f"checkpoint {version}: expected the {name} of this run ({expected or 'none'}), got another one "
                     f"({found or 'none'}) in {self._folder}; give this run its own name (--set name=...) or restore "
@@ -176,8 +210,14 @@ class Checkpoints:
     def _remove_partial(self, version: int) -> None:
         # Orbax names a save that is not whole `<version>.orbax-checkpoint-tmp`; it never counts as a checkpoint,
         # but on a full disk its bytes are needed.
-        for left in self._folder.glob(f"{version}.orbax-checkpoint-tmp*"):
-            shutil.rmtree(left, ignore_errors=True)
+        # Its other threads may still be writing there: they fail one by one.
+        for _ in range(40):
+            lefts = list(self._folder.glob(f"{version}.orbax-checkpoint-tmp*"))
+            if not lefts:
+                return
+            for left in lefts:
+                shutil.rmtree(left, ignore_errors=True)
+            time.sleep(0.05)
 
 
 def flatten(state: TrainState) -> dict[str, jax.Array]:
@@ -193,6 +233,10 @@ def unflatten(template: TrainState, arrays: dict[str, jax.Array], version: int) 
     leaves = [arrays[jax.tree_util.keystr(path)] for path, _ in paths]
     whole = jax.tree_util.tree_unflatten(structure, leaves)
     return TrainState(version=version, params=whole["params"], opt_state=whole["opt_state"])
+
+
+def _digest(array: jax.Array) -> str:
+    return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(np.asarray(array)).tobytes())
 
 
 def read_meta(folder: Path, version: int) -> dict[str, Any]:

@@ -32,16 +32,14 @@ def claim(folder: Path, config: RunConfig) -> Iterator[None]:
       OSError: it cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / _LOCK).open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(
-                f"{folder}: expected a run folder that no other process uses, got one that a running sat-jax holds; "
-                "wait for it, or give this run its own name: --set name=..."
-            ) from None
+    with _lock(folder):
         path = folder / CONFIG
-        if path.exists() and any((folder / CHECKPOINTS).glob("[0-9]*")):
+        if any(entry.name.isdecimal() for entry in (folder / CHECKPOINTS).glob("*")):
+            if not path.exists():
+                raise ValueError(
+                    f"{folder}: expected the {CONFIG} of the run whose checkpoints are there, got none; put it back, "
+                    "or set the folder aside (--fresh)"
+                )
             _check_same(folder, load(path), config)
         write_atomic(path, to_toml(config))
         yield
@@ -75,8 +73,26 @@ def _flat(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def set_aside(folder: Path) -> Path | None:
-    """Renames a run folder that is there to the first free `<name>.<number>`; returns where it went."""
+    """Renames a run folder that is there to the first free `<name>.<number>`; returns where it went.
+
+    Raises:
+      ValueError: another process holds it.
+    """
     if not folder.exists():
         return None
     number = next(n for n in range(1, 10**6) if not folder.with_name(f"{folder.name}.{n}").exists())
-    return folder.rename(folder.with_name(f"{folder.name}.{number}"))
+    with _lock(folder):
+        return folder.rename(folder.with_name(f"{folder.name}.{number}"))
+
+
+@contextlib.contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    with (folder / _LOCK).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"{folder}: expected a run folder that no other process uses, got one that a running sat-jax holds; "
+                "wait for it, or give this run its own name: --set name=..."
+            ) from None
+        yield

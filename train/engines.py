@@ -86,9 +86,10 @@ def _engine_config(config: RunConfig) -> LocalEngineConfig:
     return LocalEngineConfig(dtype=config.rollout.dtype, slots=config.rollout.slots, max_tokens=config.batch.row_length)
 
 
-def _start_local(config: RunConfig, problem: Problem, folder: Path) -> LocalEngineProcess:
+@contextlib.contextmanager
+def _start_local(config: RunConfig, problem: Problem, folder: Path) -> Iterator[LocalEngineProcess]:
     cores = os.cpu_count() or 1
-    return LocalEngineProcess(
+    process = LocalEngineProcess(
         EngineProcessConfig(
             policy=problem.policy,
             engine=_engine_config(config),
@@ -97,6 +98,12 @@ def _start_local(config: RunConfig, problem: Problem, folder: Path) -> LocalEngi
             threads=max(1, cores // 2),  # the trainer needs the others
         )
     )
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(process)
+        except RuntimeError as error:
+            raise Fatal(str(error)) from error
+        yield process
 
 
 def _restart(process: LocalEngineProcess, on_event: Callable[[str, str], None]) -> None:

@@ -35,7 +35,7 @@ def evaluate_run(folder: Path, *, as_json: bool) -> Evaluation:
     if not problem.data.held_out:
         raise ValueError(f"{folder}: expected held-out prompts, got none; the run has data.holdout = 0")
     mesh = make_mesh(config.mesh)
-    with Checkpoints(folder / CHECKPOINTS, config.checkpoint.keep) as checkpoints:
+    with Checkpoints(folder / CHECKPOINTS, config.checkpoint.keep, read_only=True) as checkpoints:
         start = restore(config, problem, folder, mesh, checkpoints)
     if start is None:
         raise ValueError(f"{folder}: expected a checkpoint, got none; let the run reach its first one")

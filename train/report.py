@@ -15,10 +15,10 @@ from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from tensorboardX import SummaryWriter
 
 from train import run_folder
 from train.alarms import Watch, levels_for
+from train.board import Board
 from train.console import Display, make_display
 from train.outcome import changes, check_summary
 from train.report_page import write_page
@@ -72,7 +72,7 @@ class Report:
         self._events = JsonLines(folder / run_folder.EVENTS)
         self._samples = JsonLines(folder / run_folder.SAMPLES)
         self._warm_start = JsonLines(folder / run_folder.WARM_START)
-        self._board: SummaryWriter | None = None
+        self._board: Board | None = None
         self._wants_board = tensorboard
         self._display: Display | None = make_display(run, output or Console()) if console else None
         self._seconds: dict[str, float] = {}
@@ -264,14 +264,9 @@ class Report:
         if not self._wants_board:
             return
         if self._board is None:
-            # Of a resumed run, TensorBoard then forgets the steps that are made again. Files are named by the second:
-            # without a suffix, a quick restart would overwrite the file before it.
-            self._board = SummaryWriter(
-                str(self._folder / run_folder.TENSORBOARD), purge_step=version, filename_suffix=f".{time.time_ns()}"
-            )
-        for name, value in metrics.items():
-            if value is not None:
-                self._board.add_scalar(name, value, version)
+            # Of a resumed run, TensorBoard then forgets the steps that are made again.
+            self._board = Board(self._folder / run_folder.TENSORBOARD, version)
+        self._board.scalars(version, metrics)
 
     def _charge(self) -> None:
         now = time.perf_counter()

@@ -53,12 +53,16 @@ def make_problem(config: RunConfig) -> Problem:
         row_length=config.batch.row_length,
     )
     data = PromptData(train, held_out, encoding, config.seed)
+    try:
+        stops = stop_ids(tokenizer, config.prompt.stop)
+    except ValueError as error:
+        raise ValueError(f"prompt.stop: {error}") from error
     collect = CollectSettings(
         seed=config.seed,
         group_size=config.batch.group_size,
         temperature=config.sampling.temperature,
         max_new_tokens=config.sampling.max_new_tokens,
-        stop_ids=stop_ids(tokenizer, config.prompt.stop),
+        stop_ids=stops,
         want_trace=config.objective.replay,
     )
     policy = config.policy.build(vocab_size=tokenizer.vocab_size, max_positions=config.batch.row_length)

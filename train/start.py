@@ -76,6 +76,7 @@ def restore(config: RunConfig, problem: Problem, folder: Path, mesh: Mesh, check
     """
     if checkpoints.latest() is None:
         return None
+    checkpoints.check(identity(problem, None), but=("reference",))
     graph, params = _init(config, problem, mesh)
     optimizer = config.optim.transformation()
     reference = None

@@ -354,4 +354,8 @@ def _write_files(tensors: Iterator[tuple[str, np.ndarray]], folder: Path) -> str
 def _write_part(folder: Path, number: int, tensors: dict[str, np.ndarray]) -> None:
     if tensors:
         # Readers of PyTorch weights refuse a file that does not name its format.
-        save_file(tensors, folder / f"{number}.part", metadata={"format": "pt"})
+        path = folder / f"{number}.part"
+        try:
+            save_file(tensors, path, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"weights: expected to write {path}, got: {error}; free some space") from error

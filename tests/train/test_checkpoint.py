@@ -1,5 +1,6 @@
 import dataclasses
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -79,6 +80,39 @@ def test_a_cut_is_restored_onto_another_mesh(tmp_path):
     assert len(jax.tree.leaves(back.state.params)[0].sharding.device_set) == 4
 
 
+@pytest.mark.parametrize("missing", ["groups", "state", "meta/metadata"])
+def test_a_checkpoint_with_a_part_missing_is_one_clear_error(tmp_path, missing):
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(make_cut())
+    part = tmp_path / "3" / missing
+    shutil.rmtree(part) if part.is_dir() else part.unlink()
+    with (
+        Checkpoints(tmp_path, keep=1) as checkpoints,
+        pytest.raises(ValueError, match=r"checkpoint 3: expected whole files, got .*delete that folder to resume"),
+    ):
+        checkpoints.restore(make_state(), IDENTITY)
+
+
+def test_reading_changes_nothing_in_the_folder(tmp_path):
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.save(make_cut())
+    (tmp_path / "7.orbax-checkpoint-tmp").mkdir()  # what a run in progress is saving
+    with Checkpoints(tmp_path, keep=2, read_only=True) as checkpoints:
+        assert checkpoints.latest() == 3
+        assert checkpoints.restore(make_state(), IDENTITY) is not None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["3", "7.orbax-checkpoint-tmp"]
+
+
+def test_whose_a_checkpoint_is_can_be_asked_before_anything_is_built(tmp_path):
+    other = dataclasses.replace(IDENTITY, policy="another", reference="")
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.check(other)
+        checkpoints.save(make_cut())
+        checkpoints.check(dataclasses.replace(IDENTITY, reference=""), but=("reference",))
+        with pytest.raises(ValueError, match="expected the policy of this run"):
+            checkpoints.check(other, but=("reference",))
+
+
 def test_there_is_nothing_to_restore_in_an_empty_folder(tmp_path):
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         assert checkpoints.latest() is None
@@ -149,11 +183,13 @@ def test_a_full_disk_is_one_clear_error_and_the_earlier_checkpoint_stays(tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["3"]
 
 
-def test_damaged_groups_are_noticed(tmp_path):
+@pytest.mark.parametrize("what", ["groups", "arrays"])
+def test_damage_is_noticed(tmp_path, what):
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         checkpoints.save(make_cut())
     meta = tmp_path / "3" / "meta" / "metadata"
-    digest = read_meta(tmp_path, 3)["groups"]["digest"]
+    said = read_meta(tmp_path, 3)[what]
+    digest = said["digest"] if what == "groups" else next(iter(said.values()))
     meta.write_text(meta.read_text().replace(digest, "0" * len(digest)))
     with (
         Checkpoints(tmp_path, keep=1) as checkpoints,

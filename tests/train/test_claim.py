@@ -53,6 +53,29 @@ def test_without_a_checkpoint_any_config_may_begin(tmp_path):
         assert load(tmp_path / "config.toml") == other
 
 
+def test_a_half_written_checkpoint_binds_nothing(tmp_path):
+    with claim(tmp_path, CONFIG):
+        (tmp_path / "checkpoints" / "0.orbax-checkpoint-tmp").mkdir(parents=True)
+    with claim(tmp_path, dataclasses.replace(CONFIG, seed=1)):
+        pass
+
+
+def test_checkpoints_without_their_config_are_refused(tmp_path):
+    pretend_checkpoint(tmp_path)
+    with (
+        pytest.raises(ValueError, match=r"expected the config\.toml of the run whose checkpoints are there"),
+        claim(tmp_path, CONFIG),
+    ):
+        pass
+
+
+def test_a_folder_in_use_is_not_set_aside(tmp_path):
+    folder = tmp_path / "run"
+    with claim(folder, CONFIG), pytest.raises(ValueError, match="that no other process uses"):
+        set_aside(folder)
+    assert folder.exists()
+
+
 def test_setting_aside_loses_nothing(tmp_path):
     folder = tmp_path / "run"
     assert set_aside(folder) is None
