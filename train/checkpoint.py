@@ -66,10 +66,13 @@ class Checkpoints:
           read_only: change nothing there; a run in progress may be saving.
         """
         self._folder = folder
+        if not read_only:
+            _remove_partials(folder, "*")
         options = ocp.CheckpointManagerOptions(
             max_to_keep=None if read_only else keep,
             enable_async_checkpointing=False,
-            cleanup_tmp_directories=not read_only,
+            # Ours, above: Orbax does it in a thread that may still be at work when the first save begins.
+            cleanup_tmp_directories=False,
             create=not read_only,
             read_only=read_only,
         )
@@ -118,7 +121,8 @@ class Checkpoints:
             self._manager.save(version, args=items, force=True)
             self._manager.wait_until_finished()
         except Exception as error:
-            self._remove_partial(version)
+            # Other threads of Orbax may still be writing there: they fail one by one.
+            _remove_partials(self._folder, str(version), tries=40)
             raise OSError(
                 f"checkpoint: version {version} could not be written under {self._folder}: {error}; earlier "
                 f"checkpoints are whole: free some space and start the same command again to resume"
@@ -207,18 +211,6 @@ class Checkpoints:
                     f"the settings that the checkpoint was made with"
                 )
 
-    def _remove_partial(self, version: int) -> None:
-        # Orbax names a save that is not whole `<version>.orbax-checkpoint-tmp`; it never counts as a checkpoint,
-        # but on a full disk its bytes are needed.
-        # Its other threads may still be writing there: they fail one by one.
-        for _ in range(40):
-            lefts = list(self._folder.glob(f"{version}.orbax-checkpoint-tmp*"))
-            if not lefts:
-                return
-            for left in lefts:
-                shutil.rmtree(left, ignore_errors=True)
-            time.sleep(0.05)
-
 
 def flatten(state: TrainState) -> dict[str, jax.Array]:
     """Every array of a state by its path, so that a checkpoint does not depend on the classes around them."""
@@ -237,6 +229,19 @@ def unflatten(template: TrainState, arrays: dict[str, jax.Array], version: int) 
 
 def _digest(array: jax.Array) -> str:
     return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(np.asarray(array)).tobytes())
+
+
+def _remove_partials(folder: Path, version: str, *, tries: int = 1) -> None:
+    # Orbax names a save that is not whole `<version>.orbax-checkpoint-tmp...`; it never counts as a checkpoint, but on
+    # a full disk its bytes are needed.
+    for _ in range(tries):
+        partials = list(folder.glob(f"{version}.orbax-checkpoint-tmp*"))
+        if not partials:
+            return
+        for partial in partials:
+            shutil.rmtree(partial, ignore_errors=True)
+        if tries > 1:
+            time.sleep(0.05)
 
 
 def read_meta(folder: Path, version: int) -> dict[str, Any]:
