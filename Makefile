@@ -4,7 +4,7 @@ RUN := runs/quickstart
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test test-slow lint clean
+.PHONY: help venv quickstart test test-slow lint test-peers clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -34,5 +34,14 @@ test: lint  ## the default suite: everything but the marked groups (about 8 minu
 test-slow: .venv/.installed  ## the slow group: whole runs, killed and resumed
 	$(BIN)/python -m pytest -m slow
 
+.venv-peers/.installed: requirements/peers.txt $(wildcard requirements/py3.11.txt)
+	$(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip install --quiet -r requirements/py3.11.txt -r requirements/peers.txt
+	.venv-peers/bin/python -m pip install --quiet --no-deps verl==0.9.1 -e .
+	@touch $@
+
+test-peers: .venv-peers/.installed  ## optional (Python 3.11, 2.5 GB): our objectives against verl's own functions
+	.venv-peers/bin/python -m pytest -m peers tests/peers -W "default"
+
 clean:  ## remove the environment and caches; runs/ stays
-	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-peers build *.egg-info .pytest_cache .ruff_cache .hypothesis
