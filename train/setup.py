@@ -85,7 +85,7 @@ def assembly(config: RunConfig, problem: Problem) -> AssembleConfig:
         experts=problem.policy.experts,
         experts_per_token=problem.policy.experts_per_token,
         temperature=config.sampling.temperature,
-        replay=config.objective.replay and problem.policy.moe_layers > 0,
+        replay=problem.collect.want_trace,
     )
 
 
@@ -125,7 +125,7 @@ def header(config: RunConfig, problem: Problem, mesh: Mesh, folder: Path) -> Run
         mode=config.schedule.mode,
         lag=config.schedule.lag,
         max_lag=config.plan.max_lag,
-        replay=config.objective.replay,
+        replay=problem.collect.want_trace,
         reward=config.reward,
         seed=config.seed,
         model=f"{_architecture(policy)}, {policy.dtype}; sampled in {config.rollout.dtype}",
