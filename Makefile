@@ -4,7 +4,7 @@ RUN := runs/quickstart
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test test-slow lint clean
+.PHONY: help venv quickstart test test-slow test-parity lint clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -34,5 +34,15 @@ test: lint  ## the default suite: everything but the marked groups (about 8 minu
 test-slow: .venv/.installed  ## the slow group: whole runs, killed and resumed
 	$(BIN)/python -m pytest -m slow
 
+test-parity: .venv-parity/.installed  ## the policy against transformers, in an environment of its own with PyTorch
+	.venv-parity/bin/python -m pytest -m parity tests/parity
+
+.venv-parity/.installed: pyproject.toml $(wildcard requirements/*.txt)
+	$(PYTHON) -m venv .venv-parity
+	@pins=requirements/py$$(.venv-parity/bin/python -c 'import sys; print("%d.%d" % sys.version_info[:2])').txt; \
+	if [ -f $$pins ]; then .venv-parity/bin/python -m pip install --quiet -r $$pins; fi; \
+	.venv-parity/bin/python -m pip install --quiet -e '.[test,parity]'
+	@touch $@
+
 clean:  ## remove the environment and caches; runs/ stays
-	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-parity build *.egg-info .pytest_cache .ruff_cache .hypothesis
