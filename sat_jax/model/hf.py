@@ -339,7 +339,7 @@ def _read_piece(
 def _flat(ranges: tuple[range, ...], sizes: tuple[int, ...]) -> slice:
     """The rectangle of axes as one slice of their flattened axis.
 
-    Pieces are cut along the first axis that is longer than one, and `sat_jax.mesh` shards no inner axis of a linear map.
+    Pieces are cut along the first axis that is longer than one; `sat_jax.mesh` shards no inner axis of a linear map.
     """
     cut = next((number for number, axis in enumerate(ranges) if len(axis) > 1), len(ranges))
     whole = all(len(axis) == size for axis, size in zip(ranges[cut + 1 :], sizes[cut + 1 :], strict=False))

@@ -1,10 +1,11 @@
-"""Weight files: opens a Hugging Face folder of safetensors lazily, and writes one. Knows named arrays, and no policy."""
+"""Weight files: opens a Hugging Face folder of safetensors lazily, and writes one. Knows named arrays, no policy."""
 
+import collections
 import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -113,7 +114,9 @@ class WeightFolder:
         return [self._folder / file for file in sorted(set(mapped.values()))]
 
 
-def write_folder(tensors: Iterator[tuple[str, np.ndarray]], config: Mapping[str, Any], folder: Path) -> None:
+def write_folder(
+    tensors: Iterator[tuple[str, np.ndarray]], config: Mapping[str, Any], folder: Path, beside: Sequence[Path] = ()
+) -> None:
     """Writes tensors and a `config.json`; the folder appears whole or not at all.
 
     Holds one file of at most 2 GiB (or one larger tensor) at a time, twice.
@@ -122,6 +125,7 @@ def write_folder(tensors: Iterator[tuple[str, np.ndarray]], config: Mapping[str,
       tensors: by name, in any order.
       config: what `config.json` says; the type of the tensors is added.
       folder: it must not exist, or be empty.
+      beside: files to copy into it.
 
     Raises:
       ValueError: the folder exists and holds something.
@@ -136,6 +140,8 @@ def write_folder(tensors: Iterator[tuple[str, np.ndarray]], config: Mapping[str,
         stored = _write_files(tensors, partial)
         typed = {"torch_dtype": stored} | ({"dtype": stored} if "dtype" in config else {})
         (partial / "config.json").write_text(json.dumps({**config, **typed}, indent=2) + "\n", encoding="utf-8")
+        for path in beside:
+            shutil.copyfile(path, partial / path.name)
         os.replace(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -152,16 +158,17 @@ def _check_index(mapped: Mapping[str, str], owner: Mapping[str, Path], index: Pa
 
 
 def _write_files(tensors: Iterator[tuple[str, np.ndarray]], folder: Path) -> str:
-    """Writes the files and, where there are several, their index; returns the type of the tensors."""
+    """Writes the files and, where there are several, their index; returns the type that most of it has."""
     file_of: dict[str, int] = {}
     held: dict[str, np.ndarray] = {}
     files = total = room = 0
-    stored = ""
+    stored: collections.Counter[str] = collections.Counter()
     for name, tensor in tensors:
         if tensor.nbytes > room:
             _write_part(folder, files, held)
             files, held, room = files + 1, {}, max(_FILE_BYTES, tensor.nbytes)
-        held[name], file_of[name], stored = tensor, files, tensor.dtype.name
+        held[name], file_of[name] = tensor, files
+        stored[tensor.dtype.name] += tensor.nbytes
         room, total = room - tensor.nbytes, total + tensor.nbytes
     _write_part(folder, files, held)
 
@@ -174,7 +181,7 @@ def _write_files(tensors: Iterator[tuple[str, np.ndarray]], folder: Path) -> str
             "weight_map": {name: names[number] for name, number in file_of.items()},
         }
         (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    return stored
+    return stored.most_common(1)[0][0]
 
 
 def _write_part(folder: Path, number: int, tensors: dict[str, np.ndarray]) -> None:

@@ -231,8 +231,10 @@ def engine_of(process: subprocess.Popen) -> int:
     "changes",
     [
         ("policy.layers=3", "policy.dense_layers=[1]", "policy.dense_hidden=24"),
-        ("policy.dense_layers=[0]", "policy.dense_hidden=24")
-        + tuple(f"policy.{name}=0" for name in ("experts", "experts_per_token", "expert_hidden")),
+        (
+            *("policy.dense_layers=[0]", "policy.dense_hidden=24"),
+            *(f"policy.{name}=0" for name in ("experts", "experts_per_token", "expert_hidden")),
+        ),
     ],
     ids=["mixed", "dense"],
 )

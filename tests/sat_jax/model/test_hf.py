@@ -381,7 +381,7 @@ def test_an_index_must_agree_with_the_files(tensors, tmp_path):
     index.write_text(json.dumps({"weight_map": mapped}))
     hf.load(folder)
     save_file(halves[0], folder / "model.safetensors")
-    with pytest.raises(ValueError, match="expected model.safetensors or an index, got both"):
+    with pytest.raises(ValueError, match=r"expected model\.safetensors or an index, got both"):
         hf.load(folder)
 
 
