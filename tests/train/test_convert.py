@@ -151,9 +151,7 @@ def test_what_cannot_be_converted_is_one_line_and_leaves_nothing(
         (Path(name) / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
     assert main(["convert", *arguments]) == 1
     said = capsys.readouterr().err
-    assert said.startswith(
-        f"sat-jax: error: {named}" if named.startswith(("nowhere", "weights", "--")) else "sat-jax: "
-    )
+    assert said.startswith("sat-jax: error: ")
     assert named in said
     assert said.count("\n") == 1
     assert not Path("there").exists()
