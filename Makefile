@@ -4,7 +4,7 @@ RUN := runs/quickstart
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test test-slow lint test-peers clean
+.PHONY: help venv quickstart lint test test-slow test-parity test-sglang test-plan test-faults test-peers soak gpu-check bench clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -43,5 +43,15 @@ test-slow: .venv/.installed  ## the slow group: whole runs, killed and resumed
 test-peers: .venv-peers/.installed  ## optional (Python 3.11, 2.5 GB): our objectives against verl's own functions
 	.venv-peers/bin/python -m pytest -m peers tests/peers -W "default"
 
-clean:  ## remove the environment and caches; runs/ stays
-	rm -rf .venv .venv-peers build *.egg-info .pytest_cache .ruff_cache .hypothesis
+test-parity: .venv-parity/.installed  ## the policy against transformers, in an environment of its own with PyTorch
+	.venv-parity/bin/python -m pytest -m parity tests/parity
+
+.venv-parity/.installed: pyproject.toml $(wildcard requirements/*.txt)
+	$(PYTHON) -m venv .venv-parity
+	@pins=requirements/py$$(.venv-parity/bin/python -c 'import sys; print("%d.%d" % sys.version_info[:2])').txt; \
+	if [ -f $$pins ]; then .venv-parity/bin/python -m pip install --quiet -r $$pins; fi; \
+	.venv-parity/bin/python -m pip install --quiet -e '.[test,parity]'
+	@touch $@
+
+clean:  ## remove the environments and caches; runs/ stays
+	rm -rf .venv .venv-* build *.egg-info .pytest_cache .ruff_cache .hypothesis

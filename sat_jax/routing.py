@@ -11,11 +11,13 @@ from sat_jax.types import RoutingTrace
 def id_dtype(experts: int) -> np.dtype:
     """The smallest unsigned type that holds ids 0 .. experts - 1: uint8 up to 256 experts, then uint16.
 
+    Without experts (a dense model's empty trace) it is uint8.
+
     Raises:
-      ValueError: more than 65536 experts, or none.
+      ValueError: more than 65536 experts.
     """
-    if not 1 <= experts <= 2**16:
-        raise ValueError(f"experts: expected 1 to 65536, got {experts}")
+    if not 0 <= experts <= 2**16:
+        raise ValueError(f"experts: expected 0 to 65536, got {experts}")
     return np.dtype(np.uint8 if experts <= 2**8 else np.uint16)
 
 
@@ -23,7 +25,7 @@ def free_trace(layers: int, rows: int, positions: int, slots: int, experts: int)
     """A trace that replays nothing: `present_BT` is False everywhere, so every position routes freely.
 
     Args:
-      layers: L.
+      layers: L, those with experts.
       rows: B.
       positions: T.
       slots: K.

@@ -114,9 +114,9 @@ class Slots:
         before truncation. Meaningless in the prompt.
       sampler_BS: int32; version of the weights that sampled the token at this position.
       router_BS: int32; version of the weights that routed this position when it was fed.
-      experts_LBSK: uint8 or uint16; its routes.
-      key_LBSGC: cached keys, compute type.
-      value_LBSGC: cached values, compute type.
+      experts_LBSK: uint8 or uint16; its routes, of the layers with experts.
+      key_LBSGC: cached keys of all layers, compute type.
+      value_LBSGC: cached values of all layers, compute type.
     """
 
     terms: Terms
@@ -150,8 +150,8 @@ def empty_slots(config: SlotsConfig, policy: PolicyConfig) -> Slots:
     def zeros(*axes: int, dtype="int32"):
         return jnp.zeros((config.slots, *axes), dtype)
 
-    def stacked(*axes: int, dtype):
-        return jnp.zeros((policy.layers, config.slots, config.positions, *axes), dtype)
+    def stacked(layers: int, *axes: int, dtype):
+        return jnp.zeros((layers, config.slots, config.positions, *axes), dtype)
 
     terms = Terms(
         prompt_B=zeros(),
@@ -174,9 +174,9 @@ def empty_slots(config: SlotsConfig, policy: PolicyConfig) -> Slots:
         logp_BS=zeros(config.positions, dtype="float32"),
         sampler_BS=zeros(config.positions),
         router_BS=zeros(config.positions),
-        experts_LBSK=stacked(policy.experts_per_token, dtype=id_dtype(policy.experts)),
-        key_LBSGC=stacked(policy.kv_heads, policy.head_dim, dtype=policy.dtype),
-        value_LBSGC=stacked(policy.kv_heads, policy.head_dim, dtype=policy.dtype),
+        experts_LBSK=stacked(policy.moe_layers, policy.experts_per_token, dtype=id_dtype(policy.experts)),
+        key_LBSGC=stacked(policy.layers, policy.kv_heads, policy.head_dim, dtype=policy.dtype),
+        value_LBSGC=stacked(policy.layers, policy.kv_heads, policy.head_dim, dtype=policy.dtype),
     )
 
 
@@ -291,18 +291,20 @@ def _feed(policy: Policy, slots: Slots, fed_BT: jax.Array) -> tuple[jax.Array, S
     free_BTK = jnp.zeros((count, 1, policy.config.experts_per_token), slots.experts_LBSK.dtype)
     nowhere_BT = jnp.zeros((count, 1), bool)
 
-    def run_layer(layer: Layer, carry, index):
+    def run_layer(layer: Layer, carry, number, routed):
         x_BTD, key_LBSGC, value_LBSGC, experts_LBSK = carry
         q_BTHC, k_BTGC, v_BTGC = layer.project(x_BTD, position_BT)
-        key_LBSGC = key_LBSGC.at[index, row_B, write_B].set(k_BTGC[:, 0], mode="drop")
-        value_LBSGC = value_LBSGC.at[index, row_B, write_B].set(v_BTGC[:, 0], mode="drop")
-        x_BTD = layer.merge(x_BTD, attend(q_BTHC, key_LBSGC[index], value_LBSGC[index], visible_BTS))
-        x_BTD, experts_BTK, _ = layer.feed_forward(x_BTD, free_BTK, nowhere_BT, running_BT)
-        experts_LBSK = experts_LBSK.at[index, row_B, write_B].set(experts_BTK[:, 0], mode="drop")
+        key_LBSGC = key_LBSGC.at[number, row_B, write_B].set(k_BTGC[:, 0], mode="drop")
+        value_LBSGC = value_LBSGC.at[number, row_B, write_B].set(v_BTGC[:, 0], mode="drop")
+        x_BTD = layer.merge(x_BTD, attend(q_BTHC, key_LBSGC[number], value_LBSGC[number], visible_BTS))
+        replayed_BTK = None if routed is None else free_BTK
+        x_BTD, experts_BTK, _ = layer.feed_forward(x_BTD, replayed_BTK, nowhere_BT, running_BT)
+        if experts_BTK is not None:
+            experts_LBSK = experts_LBSK.at[routed, row_B, write_B].set(experts_BTK[:, 0], mode="drop")
         return (x_BTD, key_LBSGC, value_LBSGC, experts_LBSK), None
 
     carry = (policy.embed(fed_BT), slots.key_LBSGC, slots.value_LBSGC, slots.experts_LBSK)
-    carry, _ = policy.over_layers(run_layer, carry, jnp.arange(policy.config.layers))
+    carry, _ = policy.over_layers(run_layer, carry, jnp.arange(policy.config.moe_layers))
     x_BTD, key_LBSGC, value_LBSGC, experts_LBSK = carry
     slots = dataclasses.replace(slots, key_LBSGC=key_LBSGC, value_LBSGC=value_LBSGC, experts_LBSK=experts_LBSK)
     return policy.final(x_BTD), slots

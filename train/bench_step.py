@@ -88,7 +88,7 @@ def _step(config: RunConfig, problem: Problem) -> tuple[Step, TrainState]:
 def _routed(micro: TokenBatch, problem: Problem) -> TokenBatch:
     """The batch with routes of the policy's shape, all to be replayed."""
     policy = problem.policy
-    shape_LBTK = (policy.layers, *micro.segment_BT.shape, policy.experts_per_token)
+    shape_LBTK = (policy.moe_layers, *micro.segment_BT.shape, policy.experts_per_token)
     experts_LBTK = jnp.broadcast_to(jnp.arange(policy.experts_per_token, dtype=jnp.uint8), shape_LBTK)
     trace = dataclasses.replace(
         micro.trace, experts_LBTK=experts_LBTK, present_BT=jnp.ones_like(micro.trace.present_BT)

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -247,3 +247,43 @@ def _remove_partials(folder: Path, version: str, *, tries: int = 1) -> None:
 def read_meta(folder: Path, version: int) -> dict[str, Any]:
     """What a cut says of itself, without its arrays (for people and for tests)."""
     return json.loads((folder / str(version) / "meta" / "metadata").read_text())
+
+
+def parameter_reader(folder: Path, version: int) -> Callable[[tuple[str, ...]], np.ndarray]:
+    """Reads a cut's parameters one by one, on the host, whatever devices they were saved from.
+
+    Args:
+      folder: `<run>/checkpoints`.
+      version: of the cut.
+
+    Returns:
+      A function that gives the leaf at a path of the policy's state, e.g. `("layers", "gate_EDF")`.
+
+    Raises:
+      ValueError: there is no such cut or leaf, or its bytes are not those that were saved.
+    """
+    try:
+        digests = read_meta(folder, version)["arrays"]
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"checkpoint {version}: expected a whole one, got {error!r} ({folder})") from error
+    reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+
+    def read(path: tuple[str, ...]) -> np.ndarray:
+        name = "['params']" + "".join(f"[{part!r}]" for part in path) + ".value"
+        wanted = ocp.args.PyTreeRestore(
+            item={name: 0}, restore_args={name: ocp.RestoreArgs(restore_type=np.ndarray)}, partial_restore=True
+        )
+        try:
+            array = reader.restore((folder / str(version) / "state").absolute(), args=wanted)[name]
+        except Exception as error:  # as in `Checkpoints._restore`
+            raise ValueError(
+                f"checkpoint {version}: expected {name}, got {type(error).__name__}: {str(error)[:300]} ({folder})"
+            ) from error
+        if _digest(array) != digests.get(name):
+            raise ValueError(
+                f"checkpoint {version}: expected {name} of digest {digests.get(name)}, got {_digest(array)} "
+                f"({folder}); the file is damaged: convert another version"
+            )
+        return array
+
+    return read

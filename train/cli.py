@@ -49,11 +49,26 @@ def _parser() -> argparse.ArgumentParser:
     report = verbs.add_parser("report", help="write a run's report.html anew")
     report.add_argument("folder", type=Path, help="run folder")
     report.set_defaults(run=_report)
+    _convert_arguments(verbs.add_parser("convert", help="weights to a Hugging Face folder, from one or from a run"))
     benches = verbs.add_parser("bench", help="time a part on this machine").add_subparsers(
         required=True, metavar="PART"
     )
     _clip_arguments(benches.add_parser("clip", help="value and gradient of every objective preset, against ppo"))
     return parser
+
+
+def _convert_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", type=Path, help="Hugging Face folder, or run folder")
+    parser.add_argument("target", type=Path, help="new Hugging Face folder")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the tensors (default: as stored)")
+    parser.add_argument(
+        "--layout",
+        choices=("per-expert", "fused"),
+        default="per-expert",
+        help="of the experts: a tensor each (default, what engines read), or all of a layer in two",
+    )
+    parser.add_argument("--version", type=int, metavar="N", help="of a run's checkpoint (default: the newest)")
+    parser.set_defaults(run=_convert)
 
 
 def _clip_arguments(parser: argparse.ArgumentParser) -> None:
@@ -118,6 +133,13 @@ def _report(arguments: argparse.Namespace) -> None:
     from train.report import regenerate
 
     _say(f"written: {regenerate(arguments.folder)}")
+
+
+def _convert(arguments: argparse.Namespace) -> None:
+    from train.convert import Options, convert
+
+    options = Options(dtype=arguments.dtype, layout=arguments.layout, version=arguments.version)
+    _say(f"written: {convert(arguments.source, arguments.target, options)}")
 
 
 def _bench_clip(arguments: argparse.Namespace) -> None:

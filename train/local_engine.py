@@ -107,7 +107,7 @@ class LocalEngine:
         return ModelInfo(
             model_digest=policy.digest(),
             vocab_size=policy.vocab_size,
-            moe_layers=policy.layers,
+            moe_layers=policy.moe_layers,
             num_experts=policy.experts,
             top_k=policy.experts_per_token,
             max_tokens=self._config.max_tokens,

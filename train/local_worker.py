@@ -300,7 +300,7 @@ class LocalWorker:
             tokens = np.array(sequence.token_BS[prompt:known])
             logp = np.array(sequence.logp_BS[prompt:known])
             version = np.array(sequence.sampler_BS[prompt:known])
-            if request.want_trace:
+            if request.want_trace and sequence.experts_BSLK.shape[1]:  # a dense model has no routes
                 trace = Trace(
                     experts_TLK=np.array(sequence.experts_BSLK[: known - 1]),
                     first_row=0,

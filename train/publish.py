@@ -90,12 +90,11 @@ class ProbeScorer:
         """The probe with the log-probs that an engine must reproduce under `params`."""
         probe = self._probe
         logp_BT, experts_LBTK = self._score_jit(params, probe.tokens[None], probe.segments[None], probe.positions[None])
-        experts_LK = np.asarray(experts_LBTK).reshape(experts_LBTK.shape[0], -1)
-        seen = sum(len(np.unique(row)) for row in experts_LK)
+        seen = sum(len(np.unique(experts_BTK)) for experts_BTK in np.asarray(experts_LBTK))
         return dataclasses.replace(
             probe,
             logp=np.array(logp_BT[0], np.float32),
-            expert_coverage=seen / max(len(experts_LK) * self._config.experts, 1),
+            expert_coverage=seen / max(self._config.moe_layers * self._config.experts, 1),
         )
 
     def _score(

@@ -18,10 +18,13 @@ _Positive = Annotated[float, Range(above=0)]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PolicySection:
-    """The policy's architecture (Qwen3-MoE); its vocabulary is the tokenizer's.
+    """The policy's architecture (Qwen3-MoE or dense Qwen3); its vocabulary is the tokenizer's.
 
     Attributes:
-      width, layers, query_heads, kv_heads, head_dim, experts, experts_per_token, expert_hidden: D, L, H, G, C, E, K, F.
+      width, layers, query_heads, kv_heads, head_dim: D, decoder layers, H, G, C.
+      experts, experts_per_token, expert_hidden: E, K, F; 0 where no layer has experts.
+      dense_layers: numbers of the layers without experts, from 0.
+      dense_hidden: F of these; 0 where there are none.
       rope_theta: base of the rotary frequencies.
       tie_embeddings: whether the head is the transposed embedding.
       dtype: compute type of the trainer.
@@ -33,9 +36,11 @@ class PolicySection:
     query_heads: _Count
     kv_heads: _Count
     head_dim: _Count
-    experts: _Count
-    experts_per_token: _Count
-    expert_hidden: _Count
+    experts: _Maybe
+    experts_per_token: _Maybe
+    expert_hidden: _Maybe
+    dense_layers: tuple[int, ...]
+    dense_hidden: _Maybe
     rope_theta: _Positive
     tie_embeddings: bool
     dtype: DtypeName

@@ -57,15 +57,15 @@ def make_problem(config: RunConfig) -> Problem:
         stops = stop_ids(tokenizer, config.prompt.stop)
     except ValueError as error:
         raise ValueError(f"prompt.stop: {error}") from error
+    policy = config.policy.build(vocab_size=tokenizer.vocab_size, max_positions=config.batch.row_length)
     collect = CollectSettings(
         seed=config.seed,
         group_size=config.batch.group_size,
         temperature=config.sampling.temperature,
         max_new_tokens=config.sampling.max_new_tokens,
         stop_ids=stops,
-        want_trace=config.objective.replay,
+        want_trace=config.objective.replay and policy.moe_layers > 0,
     )
-    policy = config.policy.build(vocab_size=tokenizer.vocab_size, max_positions=config.batch.row_length)
     return Problem(
         tokenizer=tokenizer,
         data=data,
@@ -81,11 +81,11 @@ def assembly(config: RunConfig, problem: Problem) -> AssembleConfig:
         batch=config.batch,
         advantage=config.objective.advantage,
         vocab_size=problem.policy.vocab_size,
-        moe_layers=problem.policy.layers,
+        moe_layers=problem.policy.moe_layers,
         experts=problem.policy.experts,
         experts_per_token=problem.policy.experts_per_token,
         temperature=config.sampling.temperature,
-        replay=config.objective.replay,
+        replay=problem.collect.want_trace,
     )
 
 
@@ -125,13 +125,10 @@ def header(config: RunConfig, problem: Problem, mesh: Mesh, folder: Path) -> Run
         mode=config.schedule.mode,
         lag=config.schedule.lag,
         max_lag=config.plan.max_lag,
-        replay=config.objective.replay,
+        replay=problem.collect.want_trace,
         reward=config.reward,
         seed=config.seed,
-        model=(
-            f"Qwen3-MoE, {policy.layers} layers of width {policy.width}, {policy.experts} experts "
-            f"(top {policy.experts_per_token}), {policy.dtype}; sampled in {config.rollout.dtype}"
-        ),
+        model=f"{_architecture(policy)}, {policy.dtype}; sampled in {config.rollout.dtype}",
         parameters=policy.num_parameters(),
         device=f"{mesh.size} x {device.device_kind}",
         warm_start_steps=config.warm_start.steps,
@@ -139,6 +136,14 @@ def header(config: RunConfig, problem: Problem, mesh: Mesh, folder: Path) -> Run
         levels=config.alarms.levels(),
         resume_command=f"{Path(sys.argv[0]).name} train {shlex.quote(str(folder / 'config.toml'))}",
     )
+
+
+def _architecture(policy: PolicyConfig) -> str:
+    sizes = f"{policy.layers} layers of width {policy.width}"
+    if not policy.moe_layers:
+        return f"dense Qwen3, {sizes}"
+    dense = f", {len(policy.dense_layers)} of them dense" if policy.dense_layers else ""
+    return f"Qwen3-MoE, {sizes}{dense}, {policy.experts} experts (top {policy.experts_per_token})"
 
 
 def evaluate_held_out(

@@ -199,4 +199,4 @@ class WarmStart:
 
 
 def _free_trace(config: PolicyConfig, rows: int, positions: int) -> RoutingTrace:
-    return free_trace(config.layers, rows, positions, config.experts_per_token, config.experts)
+    return free_trace(config.moe_layers, rows, positions, config.experts_per_token, config.experts)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Mapping
@@ -10,22 +11,27 @@ from typing import Any
 
 # Fields that change how the policy computes or how far it reaches, not which tensors it has or what they mean.
 _NOT_ARCHITECTURE = ("max_positions", "dtype", "remat")
+# Sizes that are 0 where no layer is of their kind.
+_MAY_BE_ABSENT = ("experts", "experts_per_token", "expert_hidden", "dense_hidden")
+_SPARSE, _DENSE = "qwen3_moe", "qwen3"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyConfig:
-    """A Qwen3-MoE decoder. Parameters are kept by whoever builds the policy, float32 when trained.
+    """A Qwen3-MoE or a dense Qwen3 decoder. Parameters are kept by whoever builds the policy, float32 when trained.
 
     Attributes:
       vocab_size: V, tokens.
       width: D, of the residual stream.
-      layers: L; every one has experts.
+      layers: decoder layers, with experts or without.
       query_heads: H.
       kv_heads: G; divides H.
       head_dim: C; even (rope turns half of it against the other half).
-      experts: E.
+      experts: E; 0 where no layer has experts, and so the next two.
       experts_per_token: K, at most E.
       expert_hidden: F.
+      dense_layers: numbers of the layers with one feed-forward in place of experts, ascending, from 0.
+      dense_hidden: F of these; 0 where there are none.
       rope_theta: base of the rotary frequencies.
       norm_eps: added to the mean square in RMSNorm.
       norm_topk: whether the weights of a token's K experts are renormalised to sum to 1.
@@ -47,6 +53,8 @@ class PolicyConfig:
     experts: int
     experts_per_token: int
     expert_hidden: int
+    dense_layers: tuple[int, ...] = ()
+    dense_hidden: int = 0
     rope_theta: float = 1e6
     norm_eps: float = 1e-6
     norm_topk: bool = True
@@ -56,9 +64,11 @@ class PolicyConfig:
     remat: str = "full"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "dense_layers", tuple(self.dense_layers))  # JSON and TOML know lists only
+        self._check_feed_forward()
         for field in dataclasses.fields(self):
             size = getattr(self, field.name)
-            if field.type is int and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            if field.type is int and field.name not in _MAY_BE_ABSENT and not _is_count(size):
                 raise ValueError(f"policy.{field.name}: expected an integer of at least 1, got {size!r}")
             if field.type is float and not size > 0:
                 raise ValueError(f"policy.{field.name}: expected a number above 0, got {size!r}")
@@ -68,16 +78,50 @@ class PolicyConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"policy.head_dim: expected an even number, got {self.head_dim}")
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"policy.dtype: expected float32 or bfloat16, got {self.dtype!r}")
+        if self.remat not in ("full", "none"):
+            raise ValueError(f"policy.remat: expected full or none, got {self.remat!r}")
+
+    def _check_feed_forward(self) -> None:
+        dense = self.dense_layers
+        if any(not isinstance(layer, int) or isinstance(layer, bool) for layer in dense):
+            raise ValueError(f"policy.dense_layers: expected layer numbers, got {list(dense)}")
+        if list(dense) != sorted(set(dense) & set(range(self.layers if _is_count(self.layers) else 0))):
+            raise ValueError(
+                f"policy.dense_layers: expected distinct layers below {self.layers}, ascending, got {list(dense)}"
+            )
+        sparse = len(dense) < self.layers
+        for name, present in (
+            ("experts", sparse),
+            ("experts_per_token", sparse),
+            ("expert_hidden", sparse),
+            ("dense_hidden", bool(dense)),
+        ):
+            size = getattr(self, name)
+            if present and not _is_count(size):
+                raise ValueError(f"policy.{name}: expected an integer of at least 1, got {size!r}")
+            if not present and size != 0:
+                why = "every layer has experts" if name == "dense_hidden" else "no layer has experts"
+                raise ValueError(f"policy.{name}: expected 0, because {why}, got {size!r}")
         if self.experts > 2**16:
             raise ValueError(f"policy.experts: expected at most 65536, got {self.experts}")
         if self.experts_per_token > self.experts:
             raise ValueError(
                 f"policy.experts_per_token: expected at most experts = {self.experts}, got {self.experts_per_token}"
             )
-        if self.dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"policy.dtype: expected float32 or bfloat16, got {self.dtype!r}")
-        if self.remat not in ("full", "none"):
-            raise ValueError(f"policy.remat: expected full or none, got {self.remat!r}")
+
+    @property
+    def moe_layers(self) -> int:
+        """L of a routing trace: how many layers have experts."""
+        return self.layers - len(self.dense_layers)
+
+    @property
+    def runs(self) -> tuple[tuple[bool, int, int], ...]:
+        """Stretches of layers of one kind, in forward order: (has experts, first layer, layer after the last)."""
+        kinds = [layer not in self.dense_layers for layer in range(self.layers)]
+        edges = [0, *(n for n in range(1, self.layers) if kinds[n] != kinds[n - 1]), self.layers]
+        return tuple((kinds[first], first, end) for first, end in itertools.pairwise(edges))
 
     @classmethod
     def tiny(cls, **overrides: Any) -> "PolicyConfig":
@@ -118,7 +162,7 @@ class PolicyConfig:
 
     @classmethod
     def from_hf(cls, source: "str | os.PathLike[str] | Mapping[str, Any]", **overrides: Any) -> "PolicyConfig":
-        """Reads a Qwen3-MoE `config.json`.
+        """Reads a `config.json` of Qwen3-MoE or of dense Qwen3.
 
         Args:
           source: the parsed file, its path, or its folder.
@@ -140,37 +184,43 @@ class PolicyConfig:
         return cls(**(_fields_from_hf(parsed, str(path)) | overrides))
 
     def to_hf(self) -> dict[str, Any]:
-        """This architecture as a Hugging Face `config.json`, both spellings of the number of experts included."""
-        return {
-            "architectures": ["Qwen3MoeForCausalLM"],
-            "model_type": "qwen3_moe",
+        """This architecture as a Hugging Face `config.json`, both spellings of the number of experts included.
+
+        Qwen3 where no layer has experts, else Qwen3-MoE.
+        """
+        shared = {
             "vocab_size": self.vocab_size,
             "hidden_size": self.width,
             "num_hidden_layers": self.layers,
             "num_attention_heads": self.query_heads,
             "num_key_value_heads": self.kv_heads,
             "head_dim": self.head_dim,
-            "num_experts": self.experts,
-            "num_local_experts": self.experts,
-            "num_experts_per_tok": self.experts_per_token,
-            "moe_intermediate_size": self.expert_hidden,
             "rope_theta": self.rope_theta,
             "rms_norm_eps": self.norm_eps,
-            "norm_topk_prob": self.norm_topk,
             "tie_word_embeddings": self.tie_embeddings,
             "max_position_embeddings": self.max_positions,
-            # Dense layers do not exist here; readers need the key all the same.
-            "intermediate_size": self.expert_hidden,
-            "mlp_only_layers": [],
-            "decoder_sparse_step": 1,
+            # Readers need the key also where every layer has experts.
+            "intermediate_size": self.dense_hidden or self.expert_hidden,
             "hidden_act": "silu",
             "attention_bias": False,
             "attention_dropout": 0.0,
             "use_sliding_window": False,
             "rope_scaling": None,
-            "router_aux_loss_coef": 0.0,
             "torch_dtype": self.dtype,
         }
+        if not self.moe_layers:
+            return {"architectures": ["Qwen3ForCausalLM"], "model_type": _DENSE} | shared
+        routed = {
+            "num_experts": self.experts,
+            "num_local_experts": self.experts,
+            "num_experts_per_tok": self.experts_per_token,
+            "moe_intermediate_size": self.expert_hidden,
+            "norm_topk_prob": self.norm_topk,
+            "mlp_only_layers": list(self.dense_layers),
+            "decoder_sparse_step": 1,
+            "router_aux_loss_coef": 0.0,
+        }
+        return {"architectures": ["Qwen3MoeForCausalLM"], "model_type": _SPARSE} | shared | routed
 
     def digest(self) -> str:
         """A hash of the architecture: equal where the same tensors mean the same function.
@@ -179,6 +229,8 @@ class PolicyConfig:
         float32 trainer of one model agree.
         """
         fields = {k: v for k, v in dataclasses.asdict(self).items() if k not in _NOT_ARCHITECTURE}
+        if not self.dense_layers:  # then nothing distinguishes it from what had a digest before these fields were there
+            del fields["dense_layers"], fields["dense_hidden"]
         text = json.dumps({"model_type": "qwen3_moe"} | fields, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -186,8 +238,10 @@ class PolicyConfig:
         """Parameters of the whole policy."""
         attention = self.width * self.head_dim * (2 * self.query_heads + 2 * self.kv_heads) + 2 * self.head_dim
         routed = self.width * self.experts + 3 * self.experts * self.width * self.expert_hidden
+        dense = 3 * self.width * self.dense_hidden
         embeddings = self.vocab_size * self.width * (1 if self.tie_embeddings else 2)
-        return self.layers * (attention + routed + 2 * self.width) + embeddings + self.width
+        layers = self.layers * (attention + 2 * self.width) + self.moe_layers * routed + len(self.dense_layers) * dense
+        return layers + embeddings + self.width
 
 
 def _fields_from_hf(hf: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -199,26 +253,42 @@ def _fields_from_hf(hf: Mapping[str, Any], where: str) -> dict[str, Any]:
             raise ValueError(f"config of the policy: expected the key {' or '.join(keys)}, got none ({where})")
         return found
 
-    width, heads = read("hidden_size"), read("num_attention_heads")
+    width, heads, layers = read("hidden_size"), read("num_attention_heads"), read("num_hidden_layers")
     # Since transformers 5 the base is in `rope_parameters`; before it stood beside `rope_scaling`.
     rope = hf.get("rope_parameters") or {}
+    dense = _dense_layers(hf, layers)
+    sparse = len(dense) < layers
     return {
         "vocab_size": read("vocab_size"),
         "width": width,
-        "layers": read("num_hidden_layers"),
+        "layers": layers,
         "query_heads": heads,
         "kv_heads": read("num_key_value_heads"),
-        "head_dim": read("head_dim", default=width // heads),
-        "experts": read("num_experts", "num_local_experts"),
-        "experts_per_token": read("num_experts_per_tok"),
-        "expert_hidden": read("moe_intermediate_size"),
+        # Where the key is missing, transformers takes 128 for Qwen3 and the quotient for Qwen3-MoE.
+        "head_dim": read("head_dim", default=128 if hf["model_type"] == _DENSE else width // heads),
+        "experts": read("num_experts", "num_local_experts") if sparse else 0,
+        "experts_per_token": read("num_experts_per_tok") if sparse else 0,
+        "expert_hidden": read("moe_intermediate_size") if sparse else 0,
+        "dense_layers": dense,
+        "dense_hidden": read("intermediate_size") if dense else 0,
         "rope_theta": float(rope["rope_theta"] if "rope_theta" in rope else read("rope_theta", default=10000.0)),
         "norm_eps": float(read("rms_norm_eps", default=1e-6)),
-        "norm_topk": bool(read("norm_topk_prob", default=False)),
+        "norm_topk": bool(read("norm_topk_prob", default=False)) if sparse else True,
         "tie_embeddings": bool(read("tie_word_embeddings", default=False)),
         "max_positions": read("max_position_embeddings", default=32768),
         "dtype": _dtype_from_hf(hf),
     }
+
+
+def _dense_layers(hf: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    """Which layers have no experts, by transformers' rule (`Qwen3MoeDecoderLayer`)."""
+    if hf.get("model_type") == _DENSE:
+        return tuple(range(layers))
+    step = hf.get("decoder_sparse_step") or 1
+    only = set(hf.get("mlp_only_layers") or ())
+    # Without experts every layer is dense; without the key the reader of the number of experts complains.
+    none = 0 in (hf.get("num_experts"), hf.get("num_local_experts"))
+    return tuple(layer for layer in range(layers) if none or layer in only or (layer + 1) % step)
 
 
 def _dtype_from_hf(hf: Mapping[str, Any]) -> str:
@@ -228,20 +298,29 @@ def _dtype_from_hf(hf: Mapping[str, Any]) -> str:
 
 def _check_architecture(hf: Mapping[str, Any], where: str) -> None:
     """Refuses what this policy would compute differently, rather than computing it wrongly."""
+    if hf.get("model_type") not in (_SPARSE, _DENSE):
+        raise ValueError(
+            f"config of the policy: expected model_type {_SPARSE} or {_DENSE}, got {hf.get('model_type')!r} ({where}); "
+            "other architectures are not supported"
+        )
     rope = hf.get("rope_parameters") or {}
+    kinds = sorted(set(hf.get("layer_types") or ()) - {"full_attention"})
     expected: dict[str, tuple[Any, Any]] = {
-        "model_type": (hf.get("model_type"), "qwen3_moe"),
         "hidden_act": (hf.get("hidden_act") or "silu", "silu"),
         "attention_bias": (bool(hf.get("attention_bias")), False),
         "use_sliding_window": (bool(hf.get("use_sliding_window")), False),
-        "mlp_only_layers": (list(hf.get("mlp_only_layers") or []), []),
-        "decoder_sparse_step": (hf.get("decoder_sparse_step") or 1, 1),
-        "rope_scaling": (hf.get("rope_scaling") if not rope else None, None),
-        "rope_parameters.rope_type": (rope.get("rope_type") or "default", "default"),
+        "layer_types other than full_attention": (kinds, []),
+        "rope_scaling": (hf.get("rope_scaling"), None),
+        "rope_parameters.rope_type": (rope.get("rope_type") or rope.get("type") or "default", "default"),
+        "rope_parameters.partial_rotary_factor": (float(rope.get("partial_rotary_factor") or 1), 1.0),
     }
     for key, (got, want) in expected.items():
         if got != want:
             raise ValueError(
                 f"config of the policy: expected {key} = {want!r}, got {got!r} ({where}); "
-                "only Qwen3-MoE with experts in every layer and plain rope is supported"
+                "only Qwen3 and Qwen3-MoE with full attention and plain rope are supported"
             )
+
+
+def _is_count(size: Any) -> bool:
+    return isinstance(size, int) and not isinstance(size, bool) and size >= 1

@@ -116,11 +116,18 @@ def packed_attention(q_BTHC: jax.Array, k_BTGC: jax.Array, v_BTGC: jax.Array, se
 
 
 class Layer(nnx.Module):
-    """A decoder layer. `Policy` holds all of them stacked along a leading axis and scans over it."""
+    """A decoder layer. `Policy` holds those of a kind stacked along a leading axis and scans over it.
 
-    def __init__(self, config: PolicyConfig, rngs: nnx.Rngs, mesh: Mesh) -> None:
-        self.config, self.mesh = config, mesh
-        width, head, hidden = config.width, config.head_dim, config.expert_hidden
+    Args:
+      config: the architecture.
+      rngs: source of the initial parameters.
+      mesh: where they live.
+      sparse: whether its feed-forward is routed to experts; else it is a single one.
+    """
+
+    def __init__(self, config: PolicyConfig, rngs: nnx.Rngs, mesh: Mesh, sparse: bool = True) -> None:
+        self.config, self.mesh, self.sparse = config, mesh, sparse
+        width, head = config.width, config.head_dim
         inward, outward = 1 / math.sqrt(width), 1 / math.sqrt(2 * config.layers)
         self.attention_norm_D = norm_scale(mesh, width)
         self.query_DHC = parameter(rngs, mesh, (width, config.query_heads, head), _INWARD, inward)
@@ -136,10 +143,19 @@ class Layer(nnx.Module):
             outward / math.sqrt(config.query_heads * head),
         )
         self.feed_norm_D = norm_scale(mesh, width)
-        self.router_DE = parameter(rngs, mesh, (width, config.experts), ("unsharded", "unsharded"), inward)
-        self.gate_EDF = parameter(rngs, mesh, (config.experts, width, hidden), UP_AXES, inward)
-        self.up_EDF = parameter(rngs, mesh, (config.experts, width, hidden), UP_AXES, inward)
-        self.down_EFD = parameter(rngs, mesh, (config.experts, hidden, width), DOWN_AXES, outward / math.sqrt(hidden))
+        if sparse:
+            hidden = config.expert_hidden
+            self.router_DE = parameter(rngs, mesh, (width, config.experts), ("unsharded", "unsharded"), inward)
+            self.gate_EDF = parameter(rngs, mesh, (config.experts, width, hidden), UP_AXES, inward)
+            self.up_EDF = parameter(rngs, mesh, (config.experts, width, hidden), UP_AXES, inward)
+            self.down_EFD = parameter(
+                rngs, mesh, (config.experts, hidden, width), DOWN_AXES, outward / math.sqrt(hidden)
+            )
+        else:
+            hidden = config.dense_hidden
+            self.gate_DF = parameter(rngs, mesh, (width, hidden), UP_AXES[1:], inward)
+            self.up_DF = parameter(rngs, mesh, (width, hidden), UP_AXES[1:], inward)
+            self.down_FD = parameter(rngs, mesh, (hidden, width), DOWN_AXES[1:], outward / math.sqrt(hidden))
 
     def project(self, x_BTD: jax.Array, position_BT: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values of normed `x_BTD`: per-head norm of queries and keys, then rope.
@@ -169,32 +185,49 @@ class Layer(nnx.Module):
     def feed_forward(
         self,
         x_BTD: jax.Array,
-        experts_BTK: jax.Array,
+        experts_BTK: jax.Array | None,
         present_BT: jax.Array,
         real_BT: jax.Array | None = None,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Routes the normed residual stream through its experts and adds the result.
+    ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+        """Sends the normed residual stream through the feed-forward and adds the result.
 
         Args:
           x_BTD: the residual stream.
-          experts_BTK: ids to replay.
-          present_BT: bool; where False the position routes freely.
+          experts_BTK: ids to replay; None in a layer without experts, which looks at nothing but `x_BTD`.
+          present_BT: bool; where False the position routes freely. Where True, an id that is no expert's gives NaN.
           real_BT: bool; where False (padding, an idle slot) the experts are not run; None = all are real.
 
         Returns:
-          x_BTD, the used ids experts_BTK (smallest unsigned type), and agreement_BT (see `router.route`).
+          x_BTD, the used ids experts_BTK (smallest unsigned type), and agreement_BT (see `router.route`); None in place
+          of the last two in a layer without experts.
         """
-        sizes = check_shapes(x_BTD=x_BTD, experts_BTK=experts_BTK, present_BT=present_BT, real_BT=real_BT)
-        tokens = sizes["B"] * sizes["T"]
-        normed_ND = rms_norm(x_BTD, self.feed_norm_D[...], self.config.norm_eps).reshape(tokens, -1)
+        check_shapes(x_BTD=x_BTD, experts_BTK=experts_BTK, present_BT=present_BT, real_BT=real_BT)
+        normed_BTD = rms_norm(x_BTD, self.feed_norm_D[...], self.config.norm_eps)
+        if experts_BTK is None:
+            return x_BTD + self._dense(normed_BTD), None, None
+        normed_ND, present_N = normed_BTD.reshape(-1, x_BTD.shape[-1]), present_BT.reshape(-1)
+        out_ND, ids_NK, agreement_N = self._routed(
+            normed_ND, experts_BTK.reshape(len(normed_ND), -1), present_N, real_BT
+        )
+        used_BTK = ids_NK.astype(id_dtype(self.config.experts)).reshape(experts_BTK.shape)
+        return x_BTD + out_ND.reshape(x_BTD.shape), used_BTK, agreement_N.reshape(present_BT.shape)
+
+    def _dense(self, normed_BTD: jax.Array) -> jax.Array:
+        gate_DF, up_DF = (weight(w, self.mesh, UP_AXES[1:]) for w in (self.gate_DF, self.up_DF))
+        gate_BTF, up_BTF = (linear("btd,df->btf", normed_BTD, w_DF) for w_DF in (gate_DF, up_DF))
+        hidden_BTF = jax.nn.silu(gate_BTF) * up_BTF
+        return linear("btf,fd->btd", hidden_BTF, weight(self.down_FD, self.mesh, DOWN_AXES[1:]))
+
+    def _routed(
+        self, normed_ND: jax.Array, experts_NK: jax.Array, present_N: jax.Array, real_BT: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         score_NE = jnp.matmul(
             normed_ND.astype(jnp.float32), self.router_DE[...].astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
         )
-        ids_NK, weight_NK, agreement_N = route(
-            score_NE, experts_BTK.reshape(tokens, -1), present_BT.reshape(tokens), self.config
-        )
-        used_N = jnp.ones(tokens, bool) if real_BT is None else real_BT.reshape(tokens)
+        ids_NK, weight_NK, agreement_N = route(score_NE, experts_NK, present_N, self.config)
+        used_N = jnp.ones(len(normed_ND), bool) if real_BT is None else real_BT.reshape(-1)
         weights = ExpertWeights(gate_EDF=self.gate_EDF[...], up_EDF=self.up_EDF[...], down_EFD=self.down_EFD[...])
         out_ND = apply_experts(normed_ND, ids_NK, weight_NK, used_N, weights, self.mesh)
-        used_BTK = ids_NK.astype(id_dtype(self.config.experts)).reshape(experts_BTK.shape)
-        return x_BTD + out_ND.reshape(x_BTD.shape), used_BTK, agreement_N.reshape(present_BT.shape)
+        # The experts leave such an id out, which would pass for a small difference.
+        unknown_N = used_N & (ids_NK >= self.config.experts).any(-1)
+        return jnp.where(unknown_N[:, None], jnp.nan, out_ND), ids_NK, agreement_N

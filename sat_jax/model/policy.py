@@ -22,7 +22,7 @@ _HEAD = ("unsharded", "vocabulary")
 
 
 class Policy(nnx.Module):
-    """A Qwen3-MoE decoder.
+    """A Qwen3-MoE or a dense Qwen3 decoder.
 
     Args:
       config: the architecture.
@@ -30,7 +30,9 @@ class Policy(nnx.Module):
       mesh: where it lives; None = one device under the four axis names. No ambient mesh is needed.
 
     Attributes:
-      layers: one `Layer` whose parameters carry a leading axis of layers; see `over_layers`.
+      layers: the layers with experts as one `Layer`, whose parameters carry a leading axis of layers; None if there are
+        none. See `over_layers`.
+      dense_layers: the same of the layers without experts.
 
     Raises:
       ValueError: the mesh does not divide the vocabulary, the width, the heads or the experts.
@@ -43,18 +45,12 @@ class Policy(nnx.Module):
         check_divides(mesh, "width", width=config.width)
         check_divides(mesh, "heads", query_heads=config.query_heads, kv_heads=config.kv_heads)
         check_divides(mesh, "expert", experts=config.experts)
-        check_divides(mesh, "expert_hidden", expert_hidden=config.expert_hidden)
+        check_divides(mesh, "expert_hidden", expert_hidden=config.expert_hidden, dense_hidden=config.dense_hidden)
         self.config, self.mesh = config, mesh
         scale = 1 / math.sqrt(config.width)
         self.embedding_VD = parameter(rngs, mesh, (config.vocab_size, config.width), _EMBEDDING, scale)
-        stack = nnx.vmap(
-            lambda layer_rngs: Layer(config, layer_rngs, mesh),
-            in_axes=0,
-            out_axes=0,
-            axis_size=config.layers,
-            transform_metadata={nnx.PARTITION_NAME: None},
-        )
-        self.layers = stack(rngs.split(config.layers))
+        self.layers = _stack(config, config.moe_layers, rngs, mesh, sparse=True)
+        self.dense_layers = _stack(config, len(config.dense_layers), rngs, mesh, sparse=False)
         self.final_norm_D = norm_scale(mesh, config.width)
         if not config.tie_embeddings:
             self.unembedding_DV = parameter(rngs, mesh, (config.width, config.vocab_size), _HEAD, scale)
@@ -85,23 +81,35 @@ class Policy(nnx.Module):
         return jnp.einsum("btd,dv->btv", hidden_BTD, head_DV, preferred_element_type=jnp.float32)
 
     def over_layers(
-        self, body: Callable[[Layer, Any, Any], tuple[Any, Any]], carry: Any, per_layer: Any
+        self, body: Callable[[Layer, Any, jax.Array, Any], tuple[Any, Any]], carry: Any, per_moe_layer: Any
     ) -> tuple[Any, Any]:
-        """Scans the layers in forward order.
+        """Runs the layers in forward order: one scan over each stretch of layers of a kind.
 
         Args:
-          body: `(layer, carry, item) -> (carry, out)`, traced once.
+          body: `(layer, carry, number, item) -> (carry, out)`; `number` counts all layers from 0, `item` and `out` are
+            of a layer with experts, and None of one without. Traced once a stretch.
           carry: e.g. the residual stream.
-          per_layer: a pytree whose leaves lead with the axis of layers, one item a layer; None = nothing.
+          per_moe_layer: a pytree whose leaves lead with the axis of layers with experts, one item each; None = nothing.
 
         Returns:
-          The last carry, and the outs stacked along a leading axis of layers.
+          The last carry, and the outs stacked along a leading axis of layers with experts; None if there are none.
         """
 
-        def step(carry: Any, item: tuple[Layer, Any]) -> tuple[Any, Any]:
-            return body(item[0], carry, item[1])
+        def step(carry: Any, at: tuple[Layer, jax.Array, Any]) -> tuple[Any, Any]:
+            layer, number, item = at
+            return body(layer, carry, number, item)
 
-        return jax.lax.scan(step, carry, (self.layers, per_layer))
+        outs, begun = [], {True: 0, False: 0}
+        for sparse, first, end in self.config.runs:
+            own = slice(begun[sparse], begun[sparse] + end - first)  # their places among the layers of their kind
+            begun[sparse] = own.stop
+            layers = _part(self.layers if sparse else self.dense_layers, own)
+            item = _part(per_moe_layer, own) if sparse else None
+            carry, out = jax.lax.scan(step, carry, (layers, jnp.arange(first, end), item))
+            outs += [out] if sparse else []
+        if len(outs) < 2:
+            return carry, outs[0] if outs else None
+        return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *outs)
 
     def __call__(
         self,
@@ -144,12 +152,12 @@ class Policy(nnx.Module):
         config = self.config
         rows, length = input_BT.shape
         if trace is None:
-            trace = free_trace(config.layers, rows, length, config.experts_per_token, config.experts)
+            trace = free_trace(config.moe_layers, rows, length, config.experts_per_token, config.experts)
         self._check(input_BT, segment_BT, position_BT, trace)
         real_BT = segment_BT != 0
         present_BT = trace.present_BT & real_BT
 
-        def run_layer(layer: Layer, x_BTD: jax.Array, experts_BTK: jax.Array) -> tuple[jax.Array, Any]:
+        def run_layer(layer: Layer, x_BTD: jax.Array, _: jax.Array, experts_BTK: jax.Array | None) -> tuple[Any, Any]:
             q_BTHC, k_BTGC, v_BTGC = layer.project(x_BTD, position_BT)
             x_BTD = layer.merge(x_BTD, packed_attention(q_BTHC, k_BTGC, v_BTGC, segment_BT))
             x_BTD, used_BTK, agreement_BT = layer.feed_forward(x_BTD, experts_BTK, present_BT, real_BT)
@@ -157,7 +165,9 @@ class Policy(nnx.Module):
 
         # Inside a scan nothing is there to be eliminated as common, and the barrier against it costs time.
         body = run_layer if config.remat == "none" else jax.checkpoint(run_layer, prevent_cse=False)
-        x_BTD, (used_LBTK, agreement_LBT) = self.over_layers(body, self.embed(input_BT), trace.experts_LBTK)
+        x_BTD, routed = self.over_layers(body, self.embed(input_BT), trace.experts_LBTK)
+        # Without experts there is nothing to disagree about.
+        used_LBTK, agreement_LBT = (trace.experts_LBTK, jnp.ones((1, rows, length))) if routed is None else routed
         used = RoutingTrace(experts_LBTK=used_LBTK, present_BT=real_BT)
         return self.final(x_BTD), used, agreement_LBT.mean(0)
 
@@ -169,7 +179,7 @@ class Policy(nnx.Module):
             experts_LBTK=trace.experts_LBTK,
             present_BT=trace.present_BT,
         )
-        expected = {"L": self.config.layers, "K": self.config.experts_per_token}
+        expected = {"L": self.config.moe_layers, "K": self.config.experts_per_token}
         for letter, size in expected.items():
             if sizes[letter] != size:
                 raise ValueError(
@@ -177,3 +187,25 @@ class Policy(nnx.Module):
                     f"{tuple(trace.experts_LBTK.shape)}"
                 )
         check_divides(self.mesh, "batch", rows=sizes["B"])
+
+
+def _stack(config: PolicyConfig, count: int, rngs: nnx.Rngs, mesh: Mesh, *, sparse: bool) -> Layer | None:
+    """`count` layers of a kind as one."""
+    if not count:
+        return None
+    stack = nnx.vmap(
+        lambda layer_rngs: Layer(config, layer_rngs, mesh, sparse),
+        in_axes=0,
+        out_axes=0,
+        axis_size=count,
+        transform_metadata={nnx.PARTITION_NAME: None},
+    )
+    return stack(rngs.split(count))
+
+
+def _part(stacked: Any, own: slice) -> Any:
+    """Some layers of a stack; the stack itself where these are all, so that nothing is copied."""
+    leaves = jax.tree.leaves(stacked)
+    if not leaves or own == slice(0, len(leaves[0])):
+        return stacked
+    return jax.tree.map(lambda leaf: leaf[own], stacked)

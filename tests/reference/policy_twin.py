@@ -1,4 +1,4 @@
-"""A Qwen3-MoE in NumPy and float64, one sequence, one head and one token at a time, from Hugging Face tensors."""
+"""Qwen3-MoE and dense Qwen3 in NumPy and float64, one sequence, head and token at a time, from Hugging Face tensors."""
 
 import numpy as np
 
@@ -54,6 +54,14 @@ class PolicyTwin:
                 out[t, h] = softmax(score / np.sqrt(c.head_dim)) @ v[: t + 1, g]
         return x + out.reshape(len(x), -1) @ self.weight(layer, "self_attn.o_proj").T
 
+    def feed(self, token, layer, name):
+        gate, up, down = (self.weight(layer, f"{name}.{n}_proj") for n in ("gate", "up", "down"))
+        return down @ (silu(gate @ token) * (up @ token))
+
+    def dense(self, layer, x):
+        normed = norm(x, self.weight(layer, "post_attention_layernorm"), self.config.norm_eps)
+        return x + np.array([self.feed(token, layer, "mlp") for token in normed])
+
     def experts(self, layer, x, replayed):
         c = self.config
         normed = norm(x, self.weight(layer, "post_attention_layernorm"), c.norm_eps)
@@ -65,17 +73,20 @@ class PolicyTwin:
             if c.norm_topk:
                 weight = weight / weight.sum()
             for e, w in zip(ids, weight, strict=True):
-                gate, up, down = (self.weight(layer, f"mlp.experts.{e}.{n}_proj") for n in ("gate", "up", "down"))
-                out[t] += w * (down @ (silu(gate @ token) * (up @ token)))
+                out[t] += w * self.feed(token, layer, f"mlp.experts.{e}")
             used.append(list(ids))
         return out, np.array(used)
 
     def run(self, tokens, routes=None):
-        """Logits [T, V] and routes [L, T, K] of one sequence; `routes` to replay."""
+        """Logits [T, V] and routes [L, T, K] of one sequence, L the layers with experts; `routes` to replay."""
         x = self.tensors["model.embed_tokens.weight"][tokens]
         used = []
         for layer in range(self.config.layers):
-            x, ids = self.experts(layer, self.attention(layer, x), None if routes is None else routes[layer])
+            x = self.attention(layer, x)
+            if layer in self.config.dense_layers:
+                x = self.dense(layer, x)
+                continue
+            x, ids = self.experts(layer, x, None if routes is None else routes[len(used)])
             used.append(ids)
         x = norm(x, self.tensors["model.norm.weight"], self.config.norm_eps)
         head = "model.embed_tokens.weight" if self.config.tie_embeddings else "lm_head.weight"

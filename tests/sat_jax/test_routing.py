@@ -7,15 +7,17 @@ from hypothesis import strategies as st
 from sat_jax.routing import agreement, check_trace, free_trace, id_dtype
 
 
-@pytest.mark.parametrize(("experts", "expected"), [(1, "uint8"), (256, "uint8"), (257, "uint16"), (65536, "uint16")])
+@pytest.mark.parametrize(
+    ("experts", "expected"), [(0, "uint8"), (1, "uint8"), (256, "uint8"), (257, "uint16"), (65536, "uint16")]
+)
 def test_ids_take_the_smallest_type_that_holds_them(experts, expected):
     assert id_dtype(experts) == np.dtype(expected)
     assert np.iinfo(id_dtype(experts)).max >= experts - 1
 
 
-@pytest.mark.parametrize("experts", [0, 65537])
+@pytest.mark.parametrize("experts", [-1, 65537])
 def test_a_number_of_experts_that_no_id_type_holds_is_refused(experts):
-    with pytest.raises(ValueError, match=rf"experts: expected 1 to 65536, got {experts}"):
+    with pytest.raises(ValueError, match=rf"experts: expected 0 to 65536, got {experts}"):
         id_dtype(experts)
 
 

@@ -66,8 +66,8 @@ def admission(asks: dict[int, Ask]) -> sampler.Admission:
 class Bench:
     """Compiled programs over one policy, and slots that are used again and again."""
 
-    def __init__(self, dtype: str) -> None:
-        self.config = dataclasses.replace(CONFIG, dtype=dtype)
+    def __init__(self, dtype: str, **changes) -> None:
+        self.config = dataclasses.replace(CONFIG, dtype=dtype, **changes)
         self.graph, weights = nnx.split(Policy(self.config, nnx.Rngs(3)), nnx.Param)
         self.mild = jax.tree.map(lambda leaf: leaf.astype(dtype), weights)
         # Sharper than at initialisation: routes and probabilities differ more from token to token, and so would bits.
@@ -148,7 +148,7 @@ def score(bench: Bench, got: dict[str, np.ndarray], temperature: float, weights=
         loss_mask_BT=zero_BT > 0,
         behavior_logp_BT=zero_BT,
         advantage_BT=zero_BT,
-        trace=free_trace(config.layers, 1, POSITIONS, config.experts_per_token, config.experts),
+        trace=free_trace(config.moe_layers, 1, POSITIONS, config.experts_per_token, config.experts),
     )
     output = bench.score(bench.weights if weights is None else weights, batch, jnp.float32(temperature))
     routes_TLK = np.moveaxis(np.asarray(output.trace.experts_LBTK[:, 0, :length]), 0, 1)
@@ -186,6 +186,24 @@ def test_log_probs_and_routes_are_the_trainers(bench32, temperature):
         np.testing.assert_array_equal(got["experts"], routes_TLK)
         assert len(got["tokens"]) == 8
         assert len(got["experts"]) == 3 + 8 - 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layers": 4, "dense_layers": (0, 2), "dense_hidden": 40},
+        {"experts": 0, "experts_per_token": 0, "expert_hidden": 0, "dense_layers": (0, 1), "dense_hidden": 40},
+    ],
+    ids=["mixed", "dense"],
+)
+def test_policies_with_dense_layers_sample_as_they_score(changes):
+    bench = Bench("float32", **changes)
+    asks = {slot: Ask(prompt=(2, 3, 4 + slot), seed=slot) for slot in range(3)}
+    for got in bench.run(asks, weights=bench.mild).values():
+        logp, routes_TLK = score(bench, got, 1.0, bench.mild)
+        np.testing.assert_allclose(got["logp"], logp, atol=1e-5)
+        np.testing.assert_array_equal(got["experts"], routes_TLK)
+        assert got["experts"].shape[1] == bench.config.moe_layers
 
 
 def test_bfloat16_differs_from_float32_but_not_much(bench32):

@@ -224,3 +224,24 @@ def engine_of(process: subprocess.Popen) -> int:
     rows = [line.split(None, 2) for line in found.stdout.splitlines()]
     (pid,) = [int(row[0]) for row in rows if int(row[1]) == process.pid and "engine_main" in row[2]]
     return pid
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ("policy.layers=3", "policy.dense_layers=[1]", "policy.dense_hidden=24"),
+        (
+            *("policy.dense_layers=[0]", "policy.dense_hidden=24"),
+            *(f"policy.{name}=0" for name in ("experts", "experts_per_token", "expert_hidden")),
+        ),
+    ],
+    ids=["mixed", "dense"],
+)
+def test_policies_with_dense_layers_run_whole(changes, tmp_path):
+    run(write_config(tmp_path, *changes), tmp_path)
+    rows = lines(tmp_path / "small")
+    assert [row["version"] for row in rows] == list(range(1, 9))
+    assert all(row["mismatch/abs_mean"] < 0.05 for row in rows)
+    assert all(row["routing/missing"] == (len(changes) == 5) for row in rows)  # nothing to replay without experts
+    assert "routing/missing" not in (tmp_path / "small" / "events.jsonl").read_text()

@@ -105,11 +105,19 @@ def assert_same_bits(one, other):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("changes", [{}, {"tie_embeddings": True, "norm_topk": False, "rope_theta": 50.0}], ids=str)
+DENSE = {"experts": 0, "experts_per_token": 0, "expert_hidden": 0, "dense_layers": (0, 1), "dense_hidden": 40}
+MIXED = {"layers": 5, "dense_layers": (0, 3), "dense_hidden": 40}
+OTHER = {"tie_embeddings": True, "norm_topk": False, "rope_theta": 50.0}
+
+
+@pytest.mark.parametrize("changes", [{}, OTHER, DENSE, MIXED], ids=["moe", "other", "dense", "mixed"])
 def test_the_policy_equals_its_numpy_twin_token_by_token(program, changes):
     batch = packed(0)
     if changes:
         program = Program(CONFIG, **changes)
+        c = program.config
+        free = free_trace(c.moe_layers, ROWS, LENGTH, c.experts_per_token, c.experts)
+        batch = dataclasses.replace(batch, trace=free)
         output = program.forward(batch)
     else:
         output, _ = program(batch)
@@ -118,7 +126,11 @@ def test_the_policy_equals_its_numpy_twin_token_by_token(program, changes):
         logits, routes = twin.run(np.asarray(batch.input_BT)[row, at])
         logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         target = np.asarray(batch.target_BT)[row, at]
-        np.testing.assert_array_equal(output.trace.experts_LBTK[:, row, at], routes)
+        assert len(output.trace.experts_LBTK) == len(routes) == program.config.moe_layers
+        np.testing.assert_array_equal(
+            output.trace.experts_LBTK[:, row, at],
+            routes.reshape(len(routes), len(target), program.config.experts_per_token),
+        )
         np.testing.assert_allclose(output.logp_BT[row, at], logp[np.arange(len(target)), target], atol=2e-5)
         np.testing.assert_allclose(output.entropy_BT[row, at], -(np.exp(logp) * logp).sum(-1), atol=2e-5)
 
