@@ -11,8 +11,9 @@ from jax.sharding import Mesh
 
 from sat_jax.logprob import token_logp
 from sat_jax.mesh import check_divides, constrain, one_device_mesh
+from sat_jax.model.attention import packed_attention
 from sat_jax.model.config import PolicyConfig
-from sat_jax.model.layers import Layer, norm_scale, packed_attention, parameter, rms_norm, weight
+from sat_jax.model.layers import Layer, norm_scale, parameter, rms_norm, weight
 from sat_jax.routing import free_trace
 from sat_jax.shapes import check_shapes
 from sat_jax.types import PolicyOutput, RoutingTrace, TokenBatch
