@@ -97,6 +97,11 @@ def one_device_mesh() -> Mesh:
     return make_mesh(MeshConfig(), jax.local_devices()[:1])
 
 
+def platform(mesh: Mesh) -> str:
+    """What the mesh's devices are: "cpu", "gpu" or "tpu". Kernels are chosen by it, for a mere topology too."""
+    return mesh.devices.flat[0].platform.replace("cuda", "gpu").replace("rocm", "gpu")
+
+
 def spec(*logical: str) -> PartitionSpec:
     """The partition of an array whose axes are these logical ones.
 

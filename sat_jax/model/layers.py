@@ -13,7 +13,8 @@ from jax.sharding import Mesh
 
 from sat_jax.mesh import constrain, spec
 from sat_jax.model.config import PolicyConfig
-from sat_jax.model.experts import DOWN_AXES, UP_AXES, ExpertWeights, apply_experts
+from sat_jax.model.dispatch import ExpertWeights
+from sat_jax.model.experts import DOWN_AXES, UP_AXES, apply_experts
 from sat_jax.model.router import route
 from sat_jax.routing import id_dtype
 from sat_jax.shapes import check_shapes
