@@ -152,7 +152,7 @@ class Policy(nnx.Module):
 
         def run_layer(layer: Layer, x_BTD: jax.Array, experts_BTK: jax.Array) -> tuple[jax.Array, Any]:
             q_BTHC, k_BTGC, v_BTGC = layer.project(x_BTD, position_BT)
-            x_BTD = layer.merge(x_BTD, packed_attention(q_BTHC, k_BTGC, v_BTGC, segment_BT))
+            x_BTD = layer.merge(x_BTD, packed_attention(q_BTHC, k_BTGC, v_BTGC, segment_BT, self.mesh))
             x_BTD, used_BTK, agreement_BT = layer.feed_forward(x_BTD, experts_BTK, present_BT, real_BT)
             return constrain(x_BTD, self.mesh, "batch", "unsharded", "unsharded"), (used_BTK, agreement_BT)
 
