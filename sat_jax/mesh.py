@@ -21,7 +21,7 @@ AXES = ("data", "fsdp", "expert", "tensor")
 LOGICAL: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "batch": ("data", "fsdp", "expert"),
-        "vocabulary": ("fsdp", "expert"),
+        "vocabulary": ("tensor", "fsdp", "expert"),
         "width": ("fsdp",),
         "heads": ("tensor",),
         "expert": ("expert",),
@@ -39,7 +39,7 @@ class MeshConfig:
       data: copies of the model.
       fsdp: shards of each parameter's width, gathered where used.
       expert: shards of the experts.
-      tensor: shards of attention heads and of the experts' hidden width.
+      tensor: shards of attention heads, of the experts' hidden width and of the vocabulary that a token is scored on.
 
     Raises:
       ValueError: a size is below 1.

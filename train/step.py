@@ -17,6 +17,7 @@ from flax import nnx
 
 from sat_jax import objective as objectives
 from sat_jax.metrics import Mean, Metrics, Sum, merge
+from sat_jax.model.attention import attention_pairs
 from sat_jax.objective import ObjectiveConfig, policy_loss
 from sat_jax.types import Measured, PolicyOutput, TokenBatch
 from train.state import TrainState, shardings
@@ -85,7 +86,7 @@ class Step:
         self._optimizer = optimizer
         self._objective = objective
         self._temperature = temperature
-        mesh = nnx.merge(graph, state.params).mesh
+        self._mesh = mesh = nnx.merge(graph, state.params).mesh
         kept = (shardings(state.params, mesh), shardings(state.opt_state, mesh))
         self._score_jit = jax.jit(self._score)
         self._mismatch_jit = jax.jit(self._mismatch)
@@ -208,7 +209,8 @@ class Step:
                 ref_logp_BT=given.ref_logp_BT,
                 denominator=given.denominator,
             )
-            return report.loss, report.metrics | _policy_metrics(output, micro) | {"loss": Sum(report.loss)}
+            metrics = report.metrics | _policy_metrics(output, micro) | {"loss": Sum(report.loss)}
+            return report.loss, metrics | {"attention/useful": Mean(*attention_pairs(micro.segment_BT, self._mesh))}
 
         with jax.named_scope("gradient"):
             (_, metrics), gradients = jax.value_and_grad(loss, has_aux=True)(params)

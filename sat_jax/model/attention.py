@@ -5,6 +5,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from sat_jax.mesh import platform, spec
@@ -45,6 +46,7 @@ def packed_attention(
 
     On TPU by the splash kernel. Elsewhere rows of at most 1024 positions are attended whole, and longer ones by chunks.
     The memory of both kernels is linear in T, and they skip blocks that share no segment (see `attention_pairs`).
+    For a rematerialisation policy what comes in is named "projections" and what comes out "attention".
 
     Args:
       q_BTHC: queries.
@@ -61,12 +63,14 @@ def packed_attention(
       ValueError: an argument's shape contradicts its suffix.
     """
     sizes = check_shapes(q_BTHC=q_BTHC, k_BTGC=k_BTGC, v_BTGC=v_BTGC, segment_BT=segment_BT)
+    q_BTHC, k_BTGC, v_BTGC = (checkpoint_name(array, "projections") for array in (q_BTHC, k_BTGC, v_BTGC))
     if platform(mesh) == "tpu":
         kernel = functools.partial(splash_attention, block=block_size(sizes["T"]))
     elif sizes["T"] <= _WHOLE_ROW:
         place_T = jnp.arange(sizes["T"])
         causal = place_T[:, None] >= place_T
-        return attend(q_BTHC, k_BTGC, v_BTGC, causal & (segment_BT[:, :, None] == segment_BT[:, None, :]))
+        visible_BTS = causal & (segment_BT[:, :, None] == segment_BT[:, None, :])
+        return checkpoint_name(attend(q_BTHC, k_BTGC, v_BTGC, visible_BTS), "attention")
     else:
         kernel = functools.partial(chunked_attention, block=_BLOCK)
     if mesh.size == 1:

@@ -4,7 +4,9 @@ Parameters are stored as they are given (float32 when trained) and used in the c
 softmax, the router and every accumulation are float32.
 """
 
+import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,9 +50,41 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
 
 
 def linear(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """An einsum in the type of `x`, accumulated in float32."""
+    """An einsum in the type of `x`, accumulated in float32.
+
+    The weight's gradient leaves its product in float32, as the weight is stored: were the weight cast outside, its
+    gradient would be rounded before it is summed over the devices.
+
+    Args:
+      equation: of `x` and `weight`, e.g. "btd,dhc->bthc"; no letter stands in one of the three terms alone.
+      x: float32 or bfloat16.
+      weight: any float type.
+    """
+    product: Any = _linear(equation, x, weight)
+    return product
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _linear(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
     product = jnp.einsum(equation, x, weight.astype(x.dtype), preferred_element_type=jnp.float32)
     return product.astype(x.dtype)
+
+
+def _linear_forward(equation: str, x: jax.Array, weight: jax.Array) -> tuple[Any, tuple[jax.Array, jax.Array]]:
+    return _linear(equation, x, weight), (x, weight)
+
+
+def _linear_backward(equation: str, saved: tuple[jax.Array, jax.Array], grad: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, weight = saved
+    inputs, out = equation.split("->")
+    left, right = inputs.split(",")
+    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    dx = product(f"{out},{right}->{left}", grad, weight.astype(x.dtype))
+    dweight = product(f"{left},{out}->{right}", x, grad)
+    return dx.astype(x.dtype), dweight.astype(weight.dtype)
+
+
+_linear.defvjp(_linear_forward, _linear_backward)
 
 
 def rope(x_BTHC: jax.Array, position_BT: jax.Array, theta: float) -> jax.Array:

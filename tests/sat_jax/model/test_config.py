@@ -93,7 +93,7 @@ def test_a_file_that_is_missing_or_no_json_is_named(tmp_path):
         ({"experts_per_token": 5}, "policy.experts_per_token: expected at most experts = 4, got 5"),
         ({"experts": 65537}, "policy.experts: expected at most 65536, got 65537"),
         ({"dtype": "float16"}, "policy.dtype: expected float32 or bfloat16, got 'float16'"),
-        ({"remat": "half"}, "policy.remat: expected full or none, got 'half'"),
+        ({"remat": "half"}, "policy.remat: expected one of none, full, attention, projections, got 'half'"),
     ],
 )
 def test_a_value_out_of_range_is_refused(change, named):
