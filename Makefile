@@ -4,7 +4,7 @@ RUN := runs/quickstart
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart lint test test-slow test-parity test-sglang test-plan test-faults test-peers soak gpu-check bench clean
+.PHONY: help venv quickstart lint test test-slow test-parity test-sharded test-sglang test-plan test-faults test-peers soak gpu-check bench clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -52,6 +52,9 @@ test-parity: .venv-parity/.installed  ## the policy against transformers, in an 
 	if [ -f $$pins ]; then .venv-parity/bin/python -m pip install --quiet -r $$pins; fi; \
 	.venv-parity/bin/python -m pip install --quiet -e '.[test,parity]'
 	@touch $@
+
+test-sharded: .venv/.installed  ## whole optimizer steps on six meshes of eight fake devices
+	$(BIN)/python -m pytest -m sharded
 
 clean:  ## remove the environments and caches; runs/ stays
 	rm -rf .venv .venv-* build *.egg-info .pytest_cache .ruff_cache .hypothesis

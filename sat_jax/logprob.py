@@ -2,14 +2,22 @@
 
 A row of logits at V = 151,936 is 600 KB; those of a batch do not fit. Here a chunk of columns is multiplied, folded
 into a running logsumexp and forgotten; the backward pass multiplies it again. Only normaliser and entropy are kept.
+
+On a mesh the head is cut along its vocabulary. Shards of `tensor` score their own columns and add up; what the batch
+axes hold is gathered and its gradient scattered back chunk by chunk, so that no device ever has a whole head.
 """
 
+import dataclasses
 import functools
+import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 
+from sat_jax.mesh import spec
 from sat_jax.shapes import check_shapes
 
 # A chunk of logits holds about this many float32 (256 MiB), within these widths: narrower starves a matrix unit, wider
@@ -18,6 +26,26 @@ _CHUNK_ELEMENTS = 2**26
 _CHUNK_MIN, _CHUNK_MAX, _TILE = 1024, 8192, 128
 # Stands for minus infinity, but its differences and products stay finite (0 * inf would be NaN).
 _LOWEST = float(jnp.finfo(jnp.float32).min) / 2
+# Over which a chunk of columns is gathered; the rest of the vocabulary's axes is `tensor`.
+_GATHERED = ("fsdp", "expert")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Layout:
+    """How the head is cut.
+
+    Attributes:
+      chunk: columns that one device contributes to a step of the loop.
+      mesh: None on one device.
+    """
+
+    chunk: int
+    mesh: Mesh | None
+
+    @property
+    def gathered(self) -> int:
+        """Devices that contribute to a step."""
+        return 1 if self.mesh is None else math.prod(self.mesh.shape[axis] for axis in _GATHERED)
 
 
 def token_logp(
@@ -27,12 +55,14 @@ def token_logp(
     *,
     temperature: jax.Array | float = 1.0,
     chunk: int | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Scores tokens under softmax(hidden @ head / temperature); no [.., V] array exists when V is large.
 
     Differentiable in `hidden_BTD` and `head_DV`, through both results; `temperature` gets no gradient. Products are
     taken in the dtype of `hidden_BTD` (the head is cast chunk by chunk) and accumulated in float32, and so is the
-    head's gradient before it is cast to the head's dtype: pass a float32 head to keep it.
+    head's gradient, over tokens and over devices, before it is cast to the head's dtype: pass a float32 head to keep
+    it.
 
     Args:
       hidden_BTD: final hidden states, float32 or bfloat16.
@@ -40,6 +70,7 @@ def token_logp(
       target_BT: token ids, integers; an id outside [0, V) gives NaN, so that it cannot pass unseen.
       temperature: positive scalar, may be traced; the logits are divided by it, as the sampler does.
       chunk: vocabulary columns at a time; None chooses by B * T.
+      mesh: where rows are cut as a batch and the head along its vocabulary, both evenly; None = one device.
 
     Returns:
       (logp_BT, entropy_BT), nats, float32: log-prob of the target, <= 0, and entropy, >= 0, both of the
@@ -55,9 +86,15 @@ def token_logp(
         raise ValueError(f"temperature: expected a positive number, got {temperature}; score greedy tokens at 1")
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk: expected at least 1 vocabulary column, got {chunk}")
-    chunk = min(chunk or _chunk_width(sizes["B"] * sizes["T"]), sizes["V"])
     temperature = lax.stop_gradient(jnp.asarray(temperature, jnp.float32))
-    return _score(hidden_BTD, head_DV, target_BT, temperature, chunk)
+    if mesh is None or mesh.size == 1:
+        width = min(chunk or _chunk_width(sizes["B"] * sizes["T"]), sizes["V"])
+        return _score(_Layout(chunk=width, mesh=None), hidden_BTD, head_DV, target_BT, temperature)
+    held = sizes["V"] // math.prod(mesh.shape[axis] for axis in ("tensor", *_GATHERED))
+    local_tokens = sizes["B"] * sizes["T"] // math.prod(mesh.shape[axis] for axis in ("data", *_GATHERED))
+    gathered = _Layout(chunk=1, mesh=mesh).gathered
+    width = min(-(-(chunk or _chunk_width(local_tokens)) // gathered), held)
+    return _score(_Layout(chunk=width, mesh=mesh), hidden_BTD, head_DV, target_BT, temperature)
 
 
 def _chunk_width(tokens: int) -> int:
@@ -65,17 +102,61 @@ def _chunk_width(tokens: int) -> int:
     return min(max(width, _CHUNK_MIN), _CHUNK_MAX)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _score(hidden_BTD, head_DV, target_BT, temperature, chunk):
-    return _forward(hidden_BTD, head_DV, target_BT, temperature, chunk)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _score(
+    layout: _Layout, hidden_BTD: jax.Array, head_DV: jax.Array, target_BT: jax.Array, temperature: jax.Array
+) -> Any:
+    return _forward(layout, hidden_BTD, head_DV, target_BT, temperature)[0]
 
 
-def _forward(hidden_BTD, head_DV, target_BT, temperature, chunk):
-    vocabulary = head_DV.shape[1]
+def _forward(layout, hidden_BTD, head_DV, target_BT, temperature):
+    kept = (hidden_BTD, head_DV, target_BT, temperature)
+    local = functools.partial(_forward_local, layout)
+    if layout.mesh is not None:
+        hidden, head, row = _specs()
+        local = jax.shard_map(
+            local, mesh=layout.mesh, in_specs=(hidden, head, row, spec()), out_specs=(row,) * 3, check_vma=False
+        )
+    logp_BT, entropy_BT, normaliser_BT = local(*kept)
+    in_vocabulary_BT = (target_BT >= 0) & (target_BT < head_DV.shape[1])
+    logp_BT = jnp.where(in_vocabulary_BT, logp_BT, jnp.nan)
+    return (logp_BT, entropy_BT), (*kept, normaliser_BT, entropy_BT)
+
+
+def _backward(layout, kept, cotangents):
+    local = functools.partial(_backward_local, layout)
+    if layout.mesh is not None:
+        hidden, head, row = _specs()
+        local = jax.shard_map(
+            local,
+            mesh=layout.mesh,
+            in_specs=(hidden, head, row, spec(), *(row,) * 4),
+            out_specs=(hidden, head),
+            check_vma=False,
+        )
+    hidden_BTD, head_DV, temperature = kept[0], kept[1], kept[3]
+    dhidden_BTD, dhead_DV = local(*kept, *cotangents)
+    return dhidden_BTD.astype(hidden_BTD.dtype), dhead_DV.astype(head_DV.dtype), None, jnp.zeros_like(temperature)
+
+
+_score.defvjp(_forward, _backward)
+
+
+def _specs() -> tuple[Any, Any, Any]:
+    """Of hidden states, head, and an array of positions."""
+    return (
+        spec("batch", "unsharded", "unsharded"),
+        spec("unsharded", "vocabulary"),
+        spec("batch", "unsharded"),
+    )
+
+
+def _forward_local(layout, hidden_BTD, head_DV, target_BT, temperature):
+    """Log-prob, entropy and normaliser of one device's rows."""
 
     def fold(carry, index):
         top_BT, mass_BT, moment_BT, picked_BT = carry
-        logit_BTV, _, column_V, fresh_V = _logits(hidden_BTD, head_DV, temperature, index, chunk)
+        logit_BTV, _, column_V, fresh_V = _logits(layout, hidden_BTD, head_DV, temperature, index)
         logit_BTV = jnp.where(fresh_V, logit_BTV, _LOWEST)
         peak_BT = jnp.maximum(top_BT, logit_BTV.max(axis=-1))
         shift_BT = top_BT - peak_BT
@@ -88,25 +169,33 @@ def _forward(hidden_BTD, head_DV, target_BT, temperature, chunk):
         return (peak_BT, mass_BT, moment_BT, picked_BT), None
 
     zero_BT = jnp.zeros(target_BT.shape, jnp.float32)
-    carry = _each_chunk(fold, (jnp.full_like(zero_BT, _LOWEST), zero_BT, zero_BT, zero_BT), vocabulary, chunk)
-    top_BT, mass_BT, moment_BT, picked_BT = carry
-    in_vocabulary_BT = (target_BT >= 0) & (target_BT < vocabulary)
+    carry = (jnp.full_like(zero_BT, _LOWEST), zero_BT, zero_BT, zero_BT)
+    carry = _each_chunk(fold, carry, head_DV.shape[1], layout.chunk)
+    top_BT, mass_BT, moment_BT, picked_BT = carry if layout.mesh is None else _add_up(*carry)
     # min: rounding must not report a probability above one.
     logp_BT = jnp.minimum((picked_BT - top_BT) - jnp.log(mass_BT), 0)
-    logp_BT = jnp.where(in_vocabulary_BT, logp_BT, jnp.nan)
     # The moment is that of logits below their maximum: entropy = log(mass) - E[logit - max].
     entropy_BT = jnp.maximum(jnp.log(mass_BT) - moment_BT / mass_BT, 0)
-    kept = (hidden_BTD, head_DV, target_BT, temperature, top_BT + jnp.log(mass_BT), entropy_BT)
-    return (logp_BT, entropy_BT), kept
+    return logp_BT, entropy_BT, top_BT + jnp.log(mass_BT)
 
 
-def _backward(chunk, kept, cotangents):
-    hidden_BTD, head_DV, target_BT, temperature, normaliser_BT, entropy_BT = kept
+def _add_up(top_BT, mass_BT, moment_BT, picked_BT):
+    """Joins what the shards of `tensor` found in their columns."""
+    peak_BT = lax.pmax(top_BT, "tensor")
+    shift_BT = top_BT - peak_BT
+    moment_BT = jnp.exp(shift_BT) * (moment_BT + shift_BT * mass_BT)
+    mass_BT = jnp.exp(shift_BT) * mass_BT
+    return peak_BT, *(lax.psum(part_BT, "tensor") for part_BT in (mass_BT, moment_BT, picked_BT))
+
+
+def _backward_local(layout, *kept_and_cotangents):
+    """Gradients of one device's rows and columns, float32."""
+    hidden_BTD, head_DV, target_BT, temperature, normaliser_BT, entropy_BT, *cotangents = kept_and_cotangents
     dlogp_BT, dentropy_BT = cotangents
 
     def fold(carry, index):
         dhidden_BTD, dhead_DV = carry
-        logit_BTV, part_DV, column_V, fresh_V = _logits(hidden_BTD, head_DV, temperature, index, chunk)
+        logit_BTV, part_DV, column_V, fresh_V = _logits(layout, hidden_BTD, head_DV, temperature, index)
         logp_BTV = logit_BTV - normaliser_BT[..., None]
         p_BTV = jnp.exp(logp_BTV)
         dlogit_BTV = dlogp_BT[..., None] * ((column_V == target_BT[..., None]) - p_BTV)
@@ -114,28 +203,40 @@ def _backward(chunk, kept, cotangents):
         dlogit_BTV = jnp.where(fresh_V, dlogit_BTV / temperature, 0).astype(hidden_BTD.dtype)
         dhidden_BTD += jnp.einsum("btv,dv->btd", dlogit_BTV, part_DV, preferred_element_type=jnp.float32)
         dpart_DV = jnp.einsum("btd,btv->dv", hidden_BTD, dlogit_BTV, preferred_element_type=jnp.float32)
-        start = column_V[0]  # columns of an earlier chunk get zero added
-        dpart_DV += lax.dynamic_slice_in_dim(dhead_DV, start, chunk, axis=1)
+        if layout.gathered > 1:
+            dpart_DV = lax.psum_scatter(dpart_DV, _GATHERED, scatter_dimension=1, tiled=True)
+        start = _start(layout, head_DV, index)  # columns of an earlier chunk get zero added
+        dpart_DV += lax.dynamic_slice_in_dim(dhead_DV, start, layout.chunk, axis=1)
         return (dhidden_BTD, lax.dynamic_update_slice_in_dim(dhead_DV, dpart_DV, start, axis=1)), None
 
     zeros = (jnp.zeros(hidden_BTD.shape, jnp.float32), jnp.zeros(head_DV.shape, jnp.float32))
-    dhidden_BTD, dhead_DV = _each_chunk(fold, zeros, head_DV.shape[1], chunk)
-    return dhidden_BTD.astype(hidden_BTD.dtype), dhead_DV.astype(head_DV.dtype), None, jnp.zeros_like(temperature)
+    dhidden_BTD, dhead_DV = _each_chunk(fold, zeros, head_DV.shape[1], layout.chunk)
+    if layout.mesh is None:
+        return dhidden_BTD, dhead_DV
+    return lax.psum(dhidden_BTD, "tensor"), lax.psum(dhead_DV, "data")
 
 
-_score.defvjp(_forward, _backward)
-
-
-def _logits(hidden_BTD, head_DV, temperature, index, chunk):
+def _logits(layout, hidden_BTD, head_DV, temperature, index):
     """One chunk of logits, its part of the head, its column numbers, and which of them no earlier chunk held.
 
     The last chunk is shifted back so that it ends at V; what it shares with its predecessor is not fresh.
     """
-    start = jnp.minimum(index * chunk, head_DV.shape[1] - chunk)
-    part_DV = lax.dynamic_slice_in_dim(head_DV, start, chunk, axis=1).astype(hidden_BTD.dtype)
+    held, start = head_DV.shape[1], _start(layout, head_DV, index)
+    part_DV = lax.dynamic_slice_in_dim(head_DV, start, layout.chunk, axis=1).astype(hidden_BTD.dtype)
+    column_V = start + jnp.arange(layout.chunk)
+    fresh_V = column_V >= index * layout.chunk
+    if layout.mesh is not None:
+        # Every device gives the same columns of its own part; `tensor` counts the parts first, then fsdp, then expert.
+        part_DV = lax.all_gather(part_DV, _GATHERED, axis=1, tiled=True)
+        first = (lax.axis_index("tensor") * layout.gathered + jnp.arange(layout.gathered)) * held
+        column_V = (first[:, None] + column_V).reshape(-1)
+        fresh_V = jnp.tile(fresh_V, layout.gathered)
     logit_BTV = jnp.einsum("btd,dv->btv", hidden_BTD, part_DV, preferred_element_type=jnp.float32) / temperature
-    column_V = start + jnp.arange(chunk)
-    return logit_BTV, part_DV, column_V, column_V >= index * chunk
+    return logit_BTV, part_DV, column_V, fresh_V
+
+
+def _start(layout, head_DV, index):
+    return jnp.minimum(index * layout.chunk, head_DV.shape[1] - layout.chunk)
 
 
 def _each_chunk(fold, carry, vocabulary, chunk):

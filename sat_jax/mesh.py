@@ -21,7 +21,7 @@ AXES = ("data", "fsdp", "expert", "tensor")
 LOGICAL: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "batch": ("data", "fsdp", "expert"),
-        "vocabulary": ("fsdp", "expert"),
+        "vocabulary": ("tensor", "fsdp", "expert"),
         "width": ("fsdp",),
         "heads": ("tensor",),
         "expert": ("expert",),
@@ -39,7 +39,7 @@ class MeshConfig:
       data: copies of the model.
       fsdp: shards of each parameter's width, gathered where used.
       expert: shards of the experts.
-      tensor: shards of attention heads and of the experts' hidden width.
+      tensor: shards of attention heads, of the experts' hidden width and of the vocabulary that a token is scored on.
 
     Raises:
       ValueError: a size is below 1.
@@ -95,6 +95,11 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
 def one_device_mesh() -> Mesh:
     """The first local device under the four axis names."""
     return make_mesh(MeshConfig(), jax.local_devices()[:1])
+
+
+def platform(mesh: Mesh) -> str:
+    """What the mesh's devices are: "cpu", "gpu" or "tpu". Kernels are chosen by it, for a mere topology too."""
+    return mesh.devices.flat[0].platform.replace("cuda", "gpu").replace("rocm", "gpu")
 
 
 def spec(*logical: str) -> PartitionSpec:

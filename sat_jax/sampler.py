@@ -19,7 +19,8 @@ from flax import nnx
 from jax import lax
 
 from sat_jax.model import Policy, PolicyConfig
-from sat_jax.model.layers import Layer, attend
+from sat_jax.model.attention import attend
+from sat_jax.model.layers import Layer
 from sat_jax.routing import id_dtype
 from sat_jax.shapes import check_shapes
 

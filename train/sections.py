@@ -28,7 +28,8 @@ class PolicySection:
       rope_theta: base of the rotary frequencies.
       tie_embeddings: whether the head is the transposed embedding.
       dtype: compute type of the trainer.
-      remat: full: every layer is recomputed in the backward pass; none: nothing is.
+      remat: what the backward pass recomputes of a layer: none, full (all of it), attention (all but attention),
+        projections (neither attention nor queries, keys and values).
     """
 
     width: _Count

@@ -23,6 +23,8 @@ class OptimConfig:
       warmup: steps of the linear warm-up from peak_lr / warmup; 0 = none.
       beta1, beta2, eps, weight_decay: AdamW's (decoupled decay).
       clip_norm: the gradient is scaled down to this global norm.
+      mu_dtype: how the mean of gradients is stored, "float32" or "bfloat16" (2 bytes a parameter less); the mean of
+        their squares is float32 in either, since bfloat16 would lose small changes of it.
     """
 
     peak_lr: float
@@ -32,6 +34,7 @@ class OptimConfig:
     eps: float = 1e-8
     weight_decay: float = 0.0
     clip_norm: float = 1.0
+    mu_dtype: str = "float32"
 
     def __post_init__(self) -> None:
         """Checks ranges.
@@ -47,6 +50,7 @@ class OptimConfig:
             ("eps", self.eps, self.eps > 0, "> 0"),
             ("weight_decay", self.weight_decay, self.weight_decay >= 0, ">= 0"),
             ("clip_norm", self.clip_norm, self.clip_norm > 0, "> 0"),
+            ("mu_dtype", self.mu_dtype, self.mu_dtype in ("float32", "bfloat16"), "float32 or bfloat16"),
         ):
             if not good:
                 raise ValueError(f"optim.{name}: expected {what}, got {value}")
@@ -62,7 +66,12 @@ class OptimConfig:
         return optax.chain(
             optax.clip_by_global_norm(self.clip_norm),
             optax.adamw(
-                self.learning_rate(), b1=self.beta1, b2=self.beta2, eps=self.eps, weight_decay=self.weight_decay
+                self.learning_rate(),
+                b1=self.beta1,
+                b2=self.beta2,
+                eps=self.eps,
+                weight_decay=self.weight_decay,
+                mu_dtype=self.mu_dtype,
             ),
         )
 

@@ -17,6 +17,7 @@ from flax import nnx
 
 from sat_jax import objective as objectives
 from sat_jax.metrics import Mean, Metrics, Sum, merge
+from sat_jax.model.attention import attention_pairs
 from sat_jax.objective import ObjectiveConfig, policy_loss
 from sat_jax.types import Measured, PolicyOutput, TokenBatch
 from train.state import TrainState, shardings
@@ -85,7 +86,7 @@ class Step:
         self._optimizer = optimizer
         self._objective = objective
         self._temperature = temperature
-        mesh = nnx.merge(graph, state.params).mesh
+        self._mesh = mesh = nnx.merge(graph, state.params).mesh
         kept = (shardings(state.params, mesh), shardings(state.opt_state, mesh))
         self._score_jit = jax.jit(self._score)
         self._mismatch_jit = jax.jit(self._mismatch)
@@ -153,6 +154,30 @@ class Step:
         seen |= {"grad_norm": float(norm), "microbatches": float(len(batch))}
         return TrainState(state.version + ok, params, opt_state), StepReport(finite=ok, metrics=seen)
 
+    def lower(self, state: TrainState, micro: TokenBatch) -> dict[str, jax.stages.Lowered]:
+        """The programs of an update of several microbatches, lowered but not compiled.
+
+        Args:
+          state: the state; shapes with shardings will do (`train.abstract`), and so will a mesh of mere topology.
+          micro: one microbatch, likewise.
+
+        Returns:
+          By name: gradient (of the first microbatch, or the only one), accumulate (of the others), apply.
+        """
+        score = jax.ShapeDtypeStruct(micro.target_BT.shape, jnp.float32, sharding=micro.target_BT.sharding)
+        scalar = jax.ShapeDtypeStruct((), jnp.float32)
+        measured = Measured(mismatch_BT=score, threshold=scalar) if self._objective.needs_measure else None  # type: ignore[arg-type]
+        given: Any = _Given(
+            measured=measured,
+            denominator=scalar,  # type: ignore[arg-type]
+            ref_logp_BT=score if self._objective.kl_coef > 0 else None,  # type: ignore[arg-type]
+        )
+        return {
+            "gradient": self._grad_jit.lower(state.params, None, micro, _Given()),
+            "accumulate": self._grad_jit.lower(state.params, state.params, micro, given),
+            "apply": self._apply_jit.lower(state.params, state.opt_state, state.params, scalar),
+        }
+
     def _score(self, params: nnx.State, micro: TokenBatch) -> PolicyOutput:
         with jax.named_scope("score"):
             return nnx.merge(self._graph, params).score(micro, self._temperature)
@@ -184,7 +209,8 @@ class Step:
                 ref_logp_BT=given.ref_logp_BT,
                 denominator=given.denominator,
             )
-            return report.loss, report.metrics | _policy_metrics(output, micro) | {"loss": Sum(report.loss)}
+            metrics = report.metrics | _policy_metrics(output, micro) | {"loss": Sum(report.loss)}
+            return report.loss, metrics | {"attention/useful": Mean(*attention_pairs(micro.segment_BT, self._mesh))}
 
         with jax.named_scope("gradient"):
             (_, metrics), gradients = jax.value_and_grad(loss, has_aux=True)(params)

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 # Fields that change how the policy computes or how far it reaches, not which tensors it has or what they mean.
@@ -14,6 +15,12 @@ _NOT_ARCHITECTURE = ("max_positions", "dtype", "remat")
 # Sizes that are 0 where no layer is of their kind.
 _MAY_BE_ABSENT = ("experts", "experts_per_token", "expert_hidden", "dense_hidden")
 _SPARSE, _DENSE = "qwen3_moe", "qwen3"
+
+# What of a layer is kept for the backward pass: everything; nothing but its input; besides that attention's output (the
+# dearest part to compute again in long rows); that and queries, keys and values. Values are names of what is kept.
+REMAT: Mapping[str, tuple[str, ...] | None] = MappingProxyType(
+    {"none": None, "full": (), "attention": ("attention",), "projections": ("attention", "projections")}
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +45,7 @@ class PolicyConfig:
       tie_embeddings: whether the head is the transposed embedding.
       max_positions: longest sequence, tokens.
       dtype: compute type, "float32" or "bfloat16"; router, softmax and accumulation are float32 in either.
-      remat: what the backward pass recomputes: "full" (every layer) or "none".
+      remat: what the backward pass recomputes: a name in `REMAT`.
 
     Raises:
       ValueError: a value out of its range.
@@ -80,8 +87,8 @@ class PolicyConfig:
             raise ValueError(f"policy.head_dim: expected an even number, got {self.head_dim}")
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"policy.dtype: expected float32 or bfloat16, got {self.dtype!r}")
-        if self.remat not in ("full", "none"):
-            raise ValueError(f"policy.remat: expected full or none, got {self.remat!r}")
+        if self.remat not in REMAT:
+            raise ValueError(f"policy.remat: expected one of {', '.join(REMAT)}, got {self.remat!r}")
 
     def _check_feed_forward(self) -> None:
         dense = self.dense_layers

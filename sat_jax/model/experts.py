@@ -1,8 +1,7 @@
-"""The experts' feed-forward: dispatch, blocked matrix products, combine. Drops no token, whatever the skew.
+"""The experts' feed-forward on a mesh: tokens to the shards that hold their experts, products, sums back.
 
-Choices (a token and a slot) are sorted by expert and every expert's rows are padded to whole blocks, so one block meets
-one expert. A loop runs over the blocks that hold rows: its trip count is data, every shape in it is static, and no
-array is larger than the tokens themselves.
+Drops no token, whatever the skew. How one device runs the experts that it holds is the kernel's matter: `blocked` on
+CPU and GPU, `grouped` on TPU.
 """
 
 import dataclasses
@@ -13,9 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
-from sat_jax.mesh import spec
+from sat_jax.mesh import platform, spec
+from sat_jax.model.blocked import BLOCKED
+from sat_jax.model.dispatch import ExpertGrads, ExpertKernel, ExpertWeights, Routed
+from sat_jax.model.grouped import GROUPED
 from sat_jax.shapes import check_shapes
 
 # Logical axes of the weights, in the order of their names.
@@ -23,37 +25,13 @@ UP_AXES = ("expert", "width", "expert_hidden")
 DOWN_AXES = ("expert", "expert_hidden", "width")
 # An id that no shard holds.
 _NOWHERE = -(2**30)
+_TOKENS = spec("batch", "unsharded")
+_HELD: Any = ExpertWeights(gate_EDF=spec(*UP_AXES), up_EDF=spec(*UP_AXES), down_EFD=spec(*DOWN_AXES))  # type: ignore[arg-type]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ExpertWeights:
-    """SwiGLU experts: down(silu(gate x) * up x)."""
-
-    gate_EDF: jax.Array
-    up_EDF: jax.Array
-    down_EFD: jax.Array
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Plan:
-    """The rows of the blocks, one after the other."""
-
-    choice: jax.Array  # token * K + slot; rows that fill up a block repeat a choice of its expert
-    filled: jax.Array  # False where a row only fills up
-    expert_of_block: jax.Array
-    blocks: jax.Array  # how many blocks hold rows
-
-
-def block_rows(choices: int, experts: int) -> int:
-    """Rows of a block: a power of two near half an expert's fair share of the choices, within 16 and 256.
-
-    Smaller blocks pad less, larger ones run fewer iterations; measured on CPU, where 64 is best for decoding 256 slots
-    over 4 experts and 256 for training on 3072 tokens.
-    """
-    half_share = max(1, choices // (2 * experts))
-    return min(256, max(16, 1 << (half_share.bit_length() - 1)))
+def kernel_of(mesh: Mesh) -> ExpertKernel:
+    """The kernel for the mesh's platform."""
+    return GROUPED if platform(mesh) == "tpu" else BLOCKED
 
 
 def apply_experts(
@@ -92,159 +70,123 @@ def apply_experts(
         down_EFD=weights.down_EFD,
     )
     ids_NK = jnp.where(used_N[:, None], ids_NK, _NOWHERE)
+    routed = Routed(x_ND=x_ND, ids_NK=ids_NK, weight_NK=weight_NK)
+    out_ND, _ = run_experts(mesh, kernel_of(mesh), routed, weights)
+    return out_ND
+
+
+def run_experts(
+    mesh: Mesh, kernel: ExpertKernel, routed: Routed, weights: ExpertWeights
+) -> tuple[jax.Array, jax.Array]:
+    """What `apply_experts` does, by a given kernel, and how much work it was.
+
+    Args:
+      mesh: where the experts live.
+      kernel: how a device runs those that it holds.
+      routed: the tokens; ids counted from the mesh's first expert.
+      weights: the experts.
+
+    Returns:
+      out_ND, in the type of the tokens; and the rows that each device's products ran over, counted in its loop, int32,
+      in the order of the mesh (the useful ones are N * K in all for each shard of `tensor`).
+    """
+    result: Any = _run(mesh, kernel, routed, weights)
+    return result
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _run(mesh: Mesh, kernel: ExpertKernel, routed: Routed, weights: ExpertWeights) -> tuple[jax.Array, jax.Array]:
+    rows = _step_rows(mesh, kernel, routed, weights)
     if mesh.size == 1:
-        return _local(x_ND, ids_NK, weight_NK, weights).astype(x_ND.dtype)
-    tokens, up, down = spec("batch", "unsharded"), spec(*UP_AXES), spec(*DOWN_AXES)
+        out_ND, executed = kernel.forward(rows, routed, weights)
+        return out_ND.astype(routed.x_ND.dtype), executed[None]
     sharded = jax.shard_map(
-        _shard, mesh=mesh, in_specs=(tokens, tokens, tokens, up, up, down), out_specs=tokens, check_vma=False
+        functools.partial(_shard_forward, kernel, rows),
+        mesh=mesh,
+        in_specs=(_TOKENS, _HELD),
+        out_specs=(_TOKENS, PartitionSpec(mesh.axis_names)),
+        check_vma=False,
     )
-    return sharded(x_ND, ids_NK, weight_NK, weights.gate_EDF, weights.up_EDF, weights.down_EFD)
+    return sharded(routed, weights)
 
 
-def _shard(
-    x_nD: jax.Array,
-    ids_nK: jax.Array,
-    weight_nK: jax.Array,
-    gate_edf: jax.Array,
-    up_edf: jax.Array,
-    down_efd: jax.Array,
-) -> jax.Array:
-    """One device's part: its experts, on the tokens of all shards of `expert`."""
-    gather = functools.partial(lax.all_gather, tiled=True)
-    x_ND, ids_NK, weight_NK = (gather(array, "expert", axis=0) for array in (x_nD, ids_nK, weight_nK))
-    # Gathered in float32, so that the gradients on the way back are summed in float32 too.
-    weights = ExpertWeights(
-        gate_EDF=gather(gate_edf, "fsdp", axis=1),
-        up_EDF=gather(up_edf, "fsdp", axis=1),
-        down_EFD=gather(down_efd, "fsdp", axis=2),
-    )
-    local_NK = ids_NK - lax.axis_index("expert") * gate_edf.shape[0]
-    out_ND = lax.psum(_local(x_ND, local_NK, weight_NK, weights), "tensor")
-    return lax.psum_scatter(out_ND, "expert", scatter_dimension=0, tiled=True).astype(x_nD.dtype)
+def _forward(mesh: Mesh, kernel: ExpertKernel, routed: Routed, weights: ExpertWeights) -> tuple[Any, Any]:
+    return _run(mesh, kernel, routed, weights), (routed, weights)
 
 
-def _local(x_ND: jax.Array, ids_NK: jax.Array, weight_NK: jax.Array, weights: ExpertWeights) -> jax.Array:
-    return _blocked(block_rows(ids_NK.size, weights.gate_EDF.shape[0]), x_ND, ids_NK, weight_NK, weights)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _blocked(rows: int, x_ND: jax.Array, ids_NK: jax.Array, weight_NK: jax.Array, weights: ExpertWeights) -> jax.Array:
-    return _forward(rows, x_ND, ids_NK, weight_NK, weights)[0]
-
-
-def _forward(
-    rows: int, x_ND: jax.Array, ids_NK: jax.Array, weight_NK: jax.Array, weights: ExpertWeights
-) -> tuple[jax.Array, Any]:
-    plan = _plan(ids_NK, weights.gate_EDF.shape[0], rows)
-    cast = _cast(weights, x_ND.dtype)
-    flat_weight, slots = weight_NK.reshape(-1), weight_NK.shape[1]
-
-    def block(number: jax.Array, out_ND: jax.Array) -> jax.Array:
-        expert = plan.expert_of_block[number]
-        choice, filled = _rows_of(plan, number, rows)
-        x = _take(x_ND, choice // slots)
-        gate, up = _dot(x, cast.gate_EDF[expert], 1, 0), _dot(x, cast.up_EDF[expert], 1, 0)
-        hidden = (jax.nn.silu(gate) * up).astype(x.dtype)
-        y = _take(flat_weight, choice)[:, None] * _dot(hidden, cast.down_EFD[expert], 1, 0)
-        return _add(out_ND, choice // slots, filled, y)
-
-    out_ND = lax.fori_loop(0, plan.blocks, block, jnp.zeros(x_ND.shape, jnp.float32))
-    return out_ND, (x_ND, weight_NK, weights, plan)
-
-
-def _backward(rows: int, saved: Any, out_grad_ND: jax.Array) -> tuple[Any, ...]:
-    """Recomputes gate and up. d out / d weight = <out_grad down^T, hidden>, so down(hidden) is not needed again."""
-    x_ND, weight_NK, weights, plan = saved
-    dtype = x_ND.dtype
-    cast, out_grad_ND = _cast(weights, dtype), out_grad_ND.astype(dtype)
-    flat_weight, slots = weight_NK.reshape(-1), weight_NK.shape[1]
-
-    def block(number: jax.Array, grads: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        dx_ND, dweight, dgate_EDF, dup_EDF, ddown_EFD = grads
-        expert = plan.expert_of_block[number]
-        choice, filled = _rows_of(plan, number, rows)
-        x, scale = _take(x_ND, choice // slots), _take(flat_weight, choice)[:, None]
-        # Without a gradient the rows that only fill up add nothing to the weights'.
-        out_grad = jnp.where(filled[:, None], _take(out_grad_ND, choice // slots), 0)
-
-        gate, up = _dot(x, cast.gate_EDF[expert], 1, 0), _dot(x, cast.up_EDF[expert], 1, 0)
-        sigmoid = jax.nn.sigmoid(gate)
-        act = gate * sigmoid
-        hidden = act * up
-        from_down = _dot(out_grad, cast.down_EFD[expert], 1, 1)
-        dhidden = scale * from_down
-        dup = (dhidden * act).astype(dtype)
-        dgate = (dhidden * up * (sigmoid + act * (1 - sigmoid))).astype(dtype)
-        dx = _dot(dgate, cast.gate_EDF[expert], 1, 1) + _dot(dup, cast.up_EDF[expert], 1, 1)
-        return (
-            _add(dx_ND, choice // slots, filled, dx),
-            _add(dweight, choice, filled, (from_down * hidden).sum(-1)),
-            dgate_EDF.at[expert].add(_dot(x, dgate, 0, 0)),
-            dup_EDF.at[expert].add(_dot(x, dup, 0, 0)),
-            ddown_EFD.at[expert].add(_dot((scale * hidden).astype(dtype), out_grad, 0, 0)),
+def _backward(mesh: Mesh, kernel: ExpertKernel, saved: Any, grads: tuple[jax.Array, Any]) -> tuple[Any, ...]:
+    routed, weights = saved
+    rows = _step_rows(mesh, kernel, routed, weights)
+    if mesh.size == 1:
+        dx_ND, dweight_NK, dweights = kernel.backward(rows, routed, weights, grads[0])
+    else:
+        sharded = jax.shard_map(
+            functools.partial(_shard_backward, kernel, rows),
+            mesh=mesh,
+            in_specs=(_TOKENS, _HELD, _TOKENS),
+            out_specs=(_TOKENS, _TOKENS, _HELD),
+            check_vma=False,
         )
-
-    results = (x_ND, flat_weight, weights.gate_EDF, weights.up_EDF, weights.down_EFD)
-    grads = lax.fori_loop(0, plan.blocks, block, tuple(jnp.zeros(of.shape, jnp.float32) for of in results))
-    dx_ND, dweight, dgate, dup, ddown = (grad.astype(of.dtype) for grad, of in zip(grads, results, strict=True))
-    dweights = ExpertWeights(gate_EDF=dgate, up_EDF=dup, down_EFD=ddown)
-    return dx_ND, None, dweight.reshape(weight_NK.shape), dweights
+        dx_ND, dweight_NK, dweights = sharded(routed, weights, grads[0])
+    no_ids: Any = np.zeros(routed.ids_NK.shape, jax.dtypes.float0)
+    drouted = Routed(x_ND=dx_ND.astype(routed.x_ND.dtype), ids_NK=no_ids, weight_NK=dweight_NK)
+    return drouted, jax.tree.map(lambda grad, of: grad.astype(of.dtype), dweights, weights)
 
 
-_blocked.defvjp(_forward, _backward)
+_run.defvjp(_forward, _backward)
 
 
-def _plan(ids_NK: jax.Array, experts: int, rows: int) -> _Plan:
-    choices = ids_NK.size
-    ids = ids_NK.reshape(-1)
-    key = jnp.where((ids >= 0) & (ids < experts), ids, experts)
-    order = _stable_order(key, experts + 1)
-
-    size = (key[:, None] == jnp.arange(experts)).sum(0, dtype=jnp.int32)
-    first_choice = jnp.cumsum(size) - size
-    needed = -(-size // rows)
-    last_block = jnp.cumsum(needed)
-    first_block = last_block - needed
-
-    # Every expert may leave one block partly filled: that many blocks always suffice.
-    number = jnp.arange(-(-choices // rows) + experts)
-    expert = jnp.minimum((last_block <= number[:, None]).sum(1), experts - 1)
-    rank = (number - first_block[expert])[:, None] * rows + jnp.arange(rows)
-    place = first_choice[expert][:, None] + jnp.minimum(rank, size[expert][:, None] - 1)
-    choice = _take(order, jnp.clip(place, 0, choices - 1))
-    filled = rank < size[expert][:, None]
-    return _Plan(choice=choice.reshape(-1), filled=filled.reshape(-1), expert_of_block=expert, blocks=last_block[-1])
+def _step_rows(mesh: Mesh, kernel: ExpertKernel, routed: Routed, weights: ExpertWeights) -> int:
+    # Devices of one group see the same tokens, once these are gathered over `expert`.
+    groups = mesh.shape["data"] * mesh.shape["fsdp"]
+    return kernel.rows(routed.ids_NK.size // groups, weights.gate_EDF.shape[0])
 
 
-def _stable_order(key: jax.Array, bound: int) -> jax.Array:
-    """`argsort`, stable, of keys in [0, bound). Key and place packed in one word sort five times faster on CPU."""
-    count = key.shape[0]
-    if bound * count > 2**32:
-        return jnp.argsort(key, stable=True).astype(jnp.int32)
-    packed = key.astype(jnp.uint32) * np.uint32(count) + jnp.arange(count, dtype=jnp.uint32)
-    return (jnp.sort(packed) % np.uint32(count)).astype(jnp.int32)
+def _shard_forward(
+    kernel: ExpertKernel, rows: int, routed: Routed, weights: ExpertWeights
+) -> tuple[jax.Array, jax.Array]:
+    """One device's part: its experts, on the tokens of all shards of `expert`."""
+    dtype = routed.x_ND.dtype
+    out_ND, executed = kernel.forward(rows, _gather_tokens(routed, weights), _gather_weights(weights, dtype))
+    return _sum_over_experts(out_ND).astype(dtype), executed[None]
 
 
-def _cast(weights: ExpertWeights, dtype: jnp.dtype) -> ExpertWeights:
-    return jax.tree.map(lambda weight: weight.astype(dtype), weights)
+def _shard_backward(
+    kernel: ExpertKernel, rows: int, routed: Routed, weights: ExpertWeights, out_grad_nD: jax.Array
+) -> ExpertGrads:
+    """Its gradients. Weights travel in the type of the products, their gradients back in float32."""
+    dtype = routed.x_ND.dtype
+    out_grad_ND = lax.all_gather(out_grad_nD.astype(dtype), "expert", tiled=True)
+    gathered = _gather_tokens(routed, weights)
+    dx_ND, dweight_NK, dweights = kernel.backward(rows, gathered, _gather_weights(weights, dtype), out_grad_ND)
+    scatter = functools.partial(lax.psum_scatter, axis_name="fsdp", tiled=True)
+    reduced = ExpertWeights(
+        gate_EDF=scatter(dweights.gate_EDF, scatter_dimension=1),
+        up_EDF=scatter(dweights.up_EDF, scatter_dimension=1),
+        down_EFD=scatter(dweights.down_EFD, scatter_dimension=2),
+    )
+    dweights = jax.tree.map(lambda grad: lax.psum(grad, "data"), reduced)
+    return _sum_over_experts(dx_ND), _sum_over_experts(dweight_NK), dweights
 
 
-def _dot(left: jax.Array, right: jax.Array, left_axis: int, right_axis: int) -> jax.Array:
-    """Contracts one axis of each matrix; accumulates and returns float32."""
-    axes = (((left_axis,), (right_axis,)), ((), ()))
-    return lax.dot_general(left, right, axes, preferred_element_type=jnp.float32)
+def _sum_over_experts(array: jax.Array) -> jax.Array:
+    """Sums over the shards that hold other experts or another part of their width; each keeps its own tokens."""
+    return lax.psum(lax.psum_scatter(array, "expert", scatter_dimension=0, tiled=True), "tensor")
 
 
-def _take(array: jax.Array, index: jax.Array) -> jax.Array:
-    """Rows by an index that is in bounds by construction: checking it would double the cost on CPU."""
-    return array.at[index].get(mode="promise_in_bounds")
+def _gather_tokens(routed: Routed, weights: ExpertWeights) -> Routed:
+    """The tokens of all shards of `expert`, their ids counted from this shard's first expert."""
+    whole = jax.tree.map(lambda array: lax.all_gather(array, "expert", tiled=True), routed)
+    first = lax.axis_index("expert") * weights.gate_EDF.shape[0]
+    return dataclasses.replace(whole, ids_NK=whole.ids_NK - first)
 
 
-def _add(total: jax.Array, index: jax.Array, filled: jax.Array, value: jax.Array) -> jax.Array:
-    """Adds rows at distinct indices; those that only fill up go nowhere."""
-    return total.at[jnp.where(filled, index, total.shape[0])].add(value, mode="drop")
+def _gather_weights(weights: ExpertWeights, dtype: jnp.dtype) -> ExpertWeights:
+    """This shard's experts at full width."""
 
+    def gather(weight: jax.Array, axis: int) -> jax.Array:
+        return lax.all_gather(weight.astype(dtype), "fsdp", axis=axis, tiled=True)
 
-def _rows_of(plan: _Plan, block: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
-    start = block * rows
-    return lax.dynamic_slice_in_dim(plan.choice, start, rows), lax.dynamic_slice_in_dim(plan.filled, start, rows)
+    return ExpertWeights(
+        gate_EDF=gather(weights.gate_EDF, 1), up_EDF=gather(weights.up_EDF, 1), down_EFD=gather(weights.down_EFD, 2)
+    )

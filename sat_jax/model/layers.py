@@ -1,10 +1,12 @@
-"""One decoder layer in the pieces that training and sampling share: norm, rope, attention, experts.
+"""One decoder layer in the pieces that training and sampling share: norm, rope, projections, experts.
 
 Parameters are stored as they are given (float32 when trained) and used in the compute type of the config; norms, rope,
 softmax, the router and every accumulation are float32.
 """
 
+import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,8 @@ from jax.sharding import Mesh
 
 from sat_jax.mesh import constrain, spec
 from sat_jax.model.config import PolicyConfig
-from sat_jax.model.experts import DOWN_AXES, UP_AXES, ExpertWeights, apply_experts
+from sat_jax.model.dispatch import ExpertWeights
+from sat_jax.model.experts import DOWN_AXES, UP_AXES, apply_experts
 from sat_jax.model.router import route
 from sat_jax.routing import id_dtype
 from sat_jax.shapes import check_shapes
@@ -21,9 +24,6 @@ from sat_jax.shapes import check_shapes
 # Logical axes of the attention's weights.
 _INWARD = ("width", "heads", "unsharded")
 _OUTWARD = ("heads", "unsharded", "width")
-# From here on attention runs over blocks of queries, so that no [T, T] array exists.
-_WHOLE_ROW = 1024
-_QUERY_BLOCK = 512
 
 
 def parameter(rngs: nnx.Rngs, mesh: Mesh, shape: tuple[int, ...], axes: tuple[str, ...], scale: float) -> nnx.Param:
@@ -50,9 +50,41 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
 
 
 def linear(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """An einsum in the type of `x`, accumulated in float32."""
+    """An einsum in the type of `x`, accumulated in float32.
+
+    The weight's gradient leaves its product in float32, as the weight is stored: were the weight cast outside, its
+    gradient would be rounded before it is summed over the devices.
+
+    Args:
+      equation: of `x` and `weight`, e.g. "btd,dhc->bthc"; no letter stands in one of the three terms alone.
+      x: float32 or bfloat16.
+      weight: any float type.
+    """
+    product: Any = _linear(equation, x, weight)
+    return product
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _linear(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
     product = jnp.einsum(equation, x, weight.astype(x.dtype), preferred_element_type=jnp.float32)
     return product.astype(x.dtype)
+
+
+def _linear_forward(equation: str, x: jax.Array, weight: jax.Array) -> tuple[Any, tuple[jax.Array, jax.Array]]:
+    return _linear(equation, x, weight), (x, weight)
+
+
+def _linear_backward(equation: str, saved: tuple[jax.Array, jax.Array], grad: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, weight = saved
+    inputs, out = equation.split("->")
+    left, right = inputs.split(",")
+    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    dx = product(f"{out},{right}->{left}", grad, weight.astype(x.dtype))
+    dweight = product(f"{left},{out}->{right}", x, grad)
+    return dx.astype(x.dtype), dweight.astype(weight.dtype)
+
+
+_linear.defvjp(_linear_forward, _linear_backward)
 
 
 def rope(x_BTHC: jax.Array, position_BT: jax.Array, theta: float) -> jax.Array:
@@ -64,55 +96,6 @@ def rope(x_BTHC: jax.Array, position_BT: jax.Array, theta: float) -> jax.Array:
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     low, high = jnp.split(x_BTHC.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x_BTHC.dtype)
-
-
-def attend(q_BTHC: jax.Array, k_BSGC: jax.Array, v_BSGC: jax.Array, visible_BTS: jax.Array) -> jax.Array:
-    """Grouped-query attention under a mask; softmax in float32.
-
-    Args:
-      q_BTHC: queries; H is a multiple of G, query head h reads key/value head h // (H / G).
-      k_BSGC: keys.
-      v_BSGC: values.
-      visible_BTS: bool; what each query sees, at least one position.
-
-    Returns:
-      attended_BTHC, in the type of `q_BTHC`.
-    """
-    sizes = check_shapes(q_BTHC=q_BTHC, k_BSGC=k_BSGC, v_BSGC=v_BSGC, visible_BTS=visible_BTS)
-    q = q_BTHC.reshape(*q_BTHC.shape[:2], sizes["G"], -1, sizes["C"])
-    score = jnp.einsum("btgrc,bsgc->bgrts", q, k_BSGC, preferred_element_type=jnp.float32)
-    score = jnp.where(visible_BTS[:, None, None], score / math.sqrt(sizes["C"]), -jnp.inf)
-    weight = jax.nn.softmax(score, axis=-1).astype(q.dtype)
-    attended = jnp.einsum("bgrts,bsgc->btgrc", weight, v_BSGC, preferred_element_type=jnp.float32)
-    return attended.reshape(q_BTHC.shape).astype(q.dtype)
-
-
-def packed_attention(q_BTHC: jax.Array, k_BTGC: jax.Array, v_BTGC: jax.Array, segment_BT: jax.Array) -> jax.Array:
-    """Causal attention within each segment of packed rows.
-
-    Rows longer than 1024 go block by block of queries, each recomputed in the backward pass, so memory is linear in T.
-
-    Args:
-      q_BTHC: queries.
-      k_BTGC: keys.
-      v_BTGC: values.
-      segment_BT: int32; a position sees the earlier positions of its own segment and itself.
-    """
-    sizes = check_shapes(q_BTHC=q_BTHC, k_BTGC=k_BTGC, v_BTGC=v_BTGC, segment_BT=segment_BT)
-    length = sizes["T"]
-    place_T = jnp.arange(length)
-
-    def block(q, segment, place):
-        causal = place[:, None] >= place_T
-        return attend(q, k_BTGC, v_BTGC, causal & (segment[:, :, None] == segment_BT[:, None, :]))
-
-    if length <= _WHOLE_ROW:
-        return block(q_BTHC, segment_BT, place_T)
-    blocks = -(-length // _QUERY_BLOCK)
-    # Queries that fill up the last block repeat the last one and are cut off again.
-    place = jnp.minimum(jnp.arange(blocks * _QUERY_BLOCK), length - 1).reshape(blocks, _QUERY_BLOCK)
-    attended = jax.lax.map(jax.checkpoint(lambda at: block(q_BTHC[:, at], segment_BT[:, at], at)), place)
-    return jnp.moveaxis(attended, 0, 1).reshape(sizes["B"], -1, sizes["H"], sizes["C"])[:, :length]
 
 
 class Layer(nnx.Module):

@@ -11,8 +11,9 @@ from jax.sharding import Mesh
 
 from sat_jax.logprob import token_logp
 from sat_jax.mesh import check_divides, constrain, one_device_mesh
-from sat_jax.model.config import PolicyConfig
-from sat_jax.model.layers import Layer, norm_scale, packed_attention, parameter, rms_norm, weight
+from sat_jax.model.attention import packed_attention
+from sat_jax.model.config import REMAT, PolicyConfig
+from sat_jax.model.layers import Layer, norm_scale, parameter, rms_norm, weight
 from sat_jax.routing import free_trace
 from sat_jax.shapes import check_shapes
 from sat_jax.types import PolicyOutput, RoutingTrace, TokenBatch
@@ -143,7 +144,9 @@ class Policy(nnx.Module):
           temperature: what the logits are divided by, > 0; the sampler's.
         """
         hidden_BTD, used, agreement_BT = self._run(batch.input_BT, batch.segment_BT, batch.position_BT, batch.trace)
-        logp_BT, entropy_BT = token_logp(hidden_BTD, self.head_DV, batch.target_BT, temperature=temperature)
+        logp_BT, entropy_BT = token_logp(
+            hidden_BTD, self.head_DV, batch.target_BT, temperature=temperature, mesh=self.mesh
+        )
         return PolicyOutput(logp_BT=logp_BT, entropy_BT=entropy_BT, trace=used, agreement_BT=agreement_BT)
 
     def _run(
@@ -159,12 +162,16 @@ class Policy(nnx.Module):
 
         def run_layer(layer: Layer, x_BTD: jax.Array, _: jax.Array, experts_BTK: jax.Array | None) -> tuple[Any, Any]:
             q_BTHC, k_BTGC, v_BTGC = layer.project(x_BTD, position_BT)
-            x_BTD = layer.merge(x_BTD, packed_attention(q_BTHC, k_BTGC, v_BTGC, segment_BT))
+            x_BTD = layer.merge(x_BTD, packed_attention(q_BTHC, k_BTGC, v_BTGC, segment_BT, self.mesh))
             x_BTD, used_BTK, agreement_BT = layer.feed_forward(x_BTD, experts_BTK, present_BT, real_BT)
             return constrain(x_BTD, self.mesh, "batch", "unsharded", "unsharded"), (used_BTK, agreement_BT)
 
-        # Inside a scan nothing is there to be eliminated as common, and the barrier against it costs time.
-        body = run_layer if config.remat == "none" else jax.checkpoint(run_layer, prevent_cse=False)
+        kept = REMAT[config.remat]
+        body = run_layer
+        if kept is not None:
+            # Inside a scan nothing is there to be eliminated as common, and the barrier against it costs time.
+            policy = jax.checkpoint_policies.save_only_these_names(*kept)
+            body = jax.checkpoint(run_layer, prevent_cse=False, policy=policy)
         x_BTD, routed = self.over_layers(body, self.embed(input_BT), trace.experts_LBTK)
         # Without experts there is nothing to disagree about.
         used_LBTK, agreement_LBT = (trace.experts_LBTK, jnp.ones((1, rows, length))) if routed is None else routed

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sat_jax.logprob import token_logp
+from sat_jax.mesh import MeshConfig, make_mesh, sharding
 
 B, T, D, V = 3, 5, 16, 37
 
@@ -129,6 +130,32 @@ def test_wrong_arguments_are_named():
         token_logp(hidden_BTD, head_DV, target_BT, temperature=0)
     with pytest.raises(ValueError, match=r"chunk: expected at least 1"):
         token_logp(hidden_BTD, head_DV, target_BT, chunk=0)
+
+
+@pytest.mark.parametrize("chunk", [None, 12])
+@pytest.mark.parametrize(
+    "axes", [{"tensor": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2, "expert": 4}], ids=str
+)
+def test_a_head_cut_along_its_vocabulary_scores_and_learns_the_same(axes, chunk):
+    # Eight rows and 72 columns; with chunks of 12 columns over all devices the last one overlaps its predecessor.
+    random = np.random.default_rng(5)
+    hidden_BTD, head_DV = (jnp.asarray(random.normal(0, 0.5, size), jnp.float32) for size in ((8, T, D), (D, 72)))
+    target_BT = jnp.asarray(random.integers(0, 72, (8, T))).at[0, 0].set(72).at[7, 1].set(-1)
+    pulls = [
+        jnp.where((target_BT < 0) | (target_BT > 71), 0, jnp.asarray(random.normal(size=(8, T)))) for _ in range(2)
+    ]
+
+    def gradients(hidden_BTD, head_DV, mesh):
+        score = functools.partial(token_logp, target_BT=target_BT, temperature=0.7, chunk=chunk, mesh=mesh)
+        outputs, pull_back = jax.vjp(score, hidden_BTD, head_DV)
+        return *outputs, *pull_back(tuple(pull.astype(jnp.float32) for pull in pulls))
+
+    mesh = make_mesh(MeshConfig(**axes))
+    placed = jax.device_put(head_DV, sharding(mesh, "unsharded", "vocabulary"))
+    got = jax.jit(functools.partial(gradients, mesh=mesh))(hidden_BTD, placed)
+    assert got[3].sharding.is_equivalent_to(placed.sharding, 2)
+    for mine, reference in zip(got, gradients(hidden_BTD, head_DV, None), strict=True):
+        np.testing.assert_allclose(mine, reference, rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -51,7 +51,7 @@ def test_batch_shards_leave_the_tensor_axis_out():
 def test_specs_follow_the_table():
     assert spec("expert", "width", "expert_hidden") == PartitionSpec("expert", "fsdp", "tensor")
     assert spec("batch", "unsharded") == PartitionSpec(("data", "fsdp", "expert"), None)
-    assert spec("vocabulary", "unsharded") == PartitionSpec(("fsdp", "expert"), None)
+    assert spec("vocabulary", "unsharded") == PartitionSpec(("tensor", "fsdp", "expert"), None)
 
 
 def test_every_logical_axis_names_mesh_axes():
@@ -78,8 +78,10 @@ def test_a_size_that_does_not_divide_is_refused_with_what_would():
     mesh = make_mesh(MeshConfig(fsdp=2, expert=4))
     check_divides(mesh, "vocabulary", vocab_size=16)
     with pytest.raises(
-        ValueError, match=r"vocab_size: expected a multiple of 8 \(mesh: fsdp 2 \* expert 4\), got 14; "
+        ValueError, match=r"vocab_size: expected a multiple of 8 \(mesh: tensor 1 \* fsdp 2 \* expert 4\), got 14; "
     ):
         check_divides(mesh, "vocabulary", vocab_size=14)
-    with pytest.raises(ValueError, match=r"use a mesh with fsdp \* expert one of 1, 2, 7, 14, or vocab_size = 16"):
+    with pytest.raises(
+        ValueError, match=r"use a mesh with tensor \* fsdp \* expert one of 1, 2, 7, 14, or vocab_size = 16"
+    ):
         check_divides(mesh, "vocabulary", vocab_size=14)

@@ -134,7 +134,6 @@ def test_a_file_that_is_missing_or_no_json_is_named(tmp_path):
         ({"experts_per_token": 5}, "policy.experts_per_token: expected at most experts = 4, got 5"),
         ({"experts": 65537}, "policy.experts: expected at most 65536, got 65537"),
         ({"dtype": "float16"}, "policy.dtype: expected float32 or bfloat16, got 'float16'"),
-        ({"remat": "half"}, "policy.remat: expected full or none, got 'half'"),
         ({"dense_layers": (2,)}, r"policy.dense_layers: expected distinct layers below 2, ascending, got \[2\]"),
         ({"dense_layers": (1, 0)}, r"policy.dense_layers: expected distinct layers below 2, ascending, got \[1, 0\]"),
         ({"dense_layers": ("0",)}, r"policy.dense_layers: expected layer numbers, got \['0'\]"),
@@ -142,6 +141,7 @@ def test_a_file_that_is_missing_or_no_json_is_named(tmp_path):
         ({"dense_hidden": 8}, "policy.dense_hidden: expected 0, because every layer has experts, got 8"),
         ({"dense_layers": (0, 1), "dense_hidden": 8}, "policy.experts: expected 0, because no layer has experts"),
         ({"experts": 0}, "policy.experts: expected an integer of at least 1, got 0"),
+        ({"remat": "half"}, "policy.remat: expected one of none, full, attention, projections, got 'half'"),
     ],
 )
 def test_a_value_out_of_range_is_refused(change, named):

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sat_jax.mesh import MeshConfig, make_mesh, one_device_mesh
-from sat_jax.model import experts
-from sat_jax.model.experts import ExpertWeights, apply_experts, block_rows
+from sat_jax.model.blocked import block_rows, plan_blocks
+from sat_jax.model.dispatch import ExpertWeights, stable_order
+from sat_jax.model.experts import apply_experts
 from tests.reference.experts_twin import every_expert
 
 TOKENS, WIDTH, HIDDEN, EXPERTS, SLOTS = 96, 16, 24, 6, 2
@@ -118,7 +119,7 @@ def test_unused_tokens_give_zero_whatever_they_hold_and_take_no_block():
         _, gradients = _ours(x, weight, weights(), ids, used)
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
         needed = sum(-(-int((ids[used] == expert).sum()) // rows) for expert in range(EXPERTS))
-        assert int(experts._plan(jnp.where(used[:, None], ids, -1), EXPERTS, rows).blocks) == needed
+        assert int(plan_blocks(jnp.where(used[:, None], ids, -1), EXPERTS, rows).blocks) == needed
 
 
 def test_ids_outside_contribute_nothing():
@@ -153,8 +154,8 @@ def test_blocks_are_between_16_and_256_rows():
 def test_both_ways_to_sort_give_the_stable_order():
     key = jnp.asarray(np.random.default_rng(8).integers(0, 9, 257), jnp.int32)
     expected = np.argsort(key, kind="stable")
-    np.testing.assert_array_equal(experts._stable_order(key, 9), expected)
-    np.testing.assert_array_equal(experts._stable_order(key, 2**32), expected)
+    np.testing.assert_array_equal(stable_order(key, 9), expected)
+    np.testing.assert_array_equal(stable_order(key, 2**32), expected)
 
 
 @pytest.mark.parametrize("routing", ["even", "one"])

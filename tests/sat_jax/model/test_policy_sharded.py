@@ -89,8 +89,8 @@ def test_initial_parameters_are_sharded_as_the_table_says_and_the_same_on_any_me
     }
     for name, shape in expected.items():
         assert getattr(sharded.layers, name)[...].addressable_shards[0].data.shape == shape, name
-    assert sharded.embedding_VD[...].addressable_shards[0].data.shape == (4, 32)
-    assert sharded.unembedding_DV[...].addressable_shards[0].data.shape == (32, 4)
+    assert sharded.embedding_VD[...].addressable_shards[0].data.shape == (2, 32)
+    assert sharded.unembedding_DV[...].addressable_shards[0].data.shape == (32, 2)
     one, other = (nnx.to_pure_dict(nnx.state(which, nnx.Param)) for which in (policy, sharded))
     chex.assert_trees_all_equal(one, other)
 
@@ -115,7 +115,11 @@ def test_a_policy_needs_no_mesh_in_the_surroundings_to_be_abstract():
         ({"tensor": 4, "data": 2}, {}, r"kv_heads: expected a multiple of 4 \(mesh: tensor 4\), got 2"),
         ({"expert": 8}, {"experts": 6}, r"experts: expected a multiple of 8 \(mesh: expert 8\), got 6"),
         ({"fsdp": 8}, {"width": 36}, r"width: expected a multiple of 8 \(mesh: fsdp 8\), got 36"),
-        ({"fsdp": 8}, {"vocab_size": 14}, r"vocab_size: expected a multiple of 8 \(mesh: fsdp 8 \* expert 1\), got 14"),
+        (
+            {"fsdp": 8},
+            {"vocab_size": 14},
+            r"vocab_size: expected a multiple of 8 \(mesh: tensor 1 \* fsdp 8 \* expert 1\), got 14",
+        ),
         ({"tensor": 2, "data": 4}, {"expert_hidden": 33}, r"expert_hidden: expected a multiple of 2"),
     ],
 )
