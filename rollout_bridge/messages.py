@@ -244,10 +244,17 @@ class ProbeReport:
     Attributes:
       mean_abs: mean of |difference|, each counted as at most `PROBE_CAP`, nats.
       max_abs: the largest |difference|, nats.
+      checksum: the engine's own over the weights that it now serves, where it has one; equal in engines of a kind that
+        serve the same weights.
+      seconds_load: of loading them, sampling stopped.
+      seconds_verify: of verifying them, nothing new begun.
     """
 
     mean_abs: float
     max_abs: float
+    checksum: str = ""
+    seconds_load: float = 0.0
+    seconds_verify: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
