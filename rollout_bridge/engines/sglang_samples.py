@@ -17,7 +17,9 @@ import numpy as np
 
 from rollout_bridge.checks import id_dtype
 from rollout_bridge.errors import Fatal
-from rollout_bridge.messages import Completion, Finish, LogprobDefinition, ModelInfo, SampleRequest, Trace
+from rollout_bridge.messages import Completion, Finish, LogprobDefinition, ModelInfo, SampleRequest, Sampling, Trace
+
+_MASK_TOP_K = 4096  # SGLang's own limit (--sampling-mask-max-tokens)
 
 
 def payload(request: SampleRequest, member: int, *, rid: str, tag: str) -> dict[str, Any]:
@@ -46,7 +48,14 @@ def payload(request: SampleRequest, member: int, *, rid: str, tag: str) -> dict[
         "routed_experts_start_len": 0,
         "extra_key": tag,
         "stream": False,
-    }
+    } | _truncation(sampling)
+
+
+def _truncation(sampling: Sampling) -> dict[str, Any]:
+    """Asks for the log-prob over what top-p and top-k keep, where SGLang can tell it: with a finite top-k."""
+    if not 1 < sampling.top_k <= _MASK_TOP_K:
+        return {}
+    return {"return_sampling_mask": True, "sampling_logprobs_mode": "selected"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,6 +78,7 @@ class Answer:
       aborted: it was ended from outside.
       retractions: how often its cache was dropped and rebuilt.
       routes: base64, or None.
+      truncated_logp: float32[N], nats, over what top-p and top-k kept; None where it was not asked for.
     """
 
     tokens: np.ndarray
@@ -77,11 +87,17 @@ class Answer:
     aborted: bool
     retractions: int
     routes: str | None
+    truncated_logp: np.ndarray | None = None
 
     @property
     def tags(self) -> set[str]:
         """Of all weights that had a part in it."""
         return {span.tag for span in self.spans}
+
+
+NOTHING = Answer(
+    tokens=np.zeros(0, np.int32), logp=np.zeros(0, np.float32), spans=(), aborted=True, retractions=0, routes=None
+)
 
 
 def read_answer(content: bytes, where: str) -> Answer:
@@ -104,6 +120,8 @@ def read_answer(content: bytes, where: str) -> Answer:
         named = [triple[1] for triple in triples]
         spans = _spans(meta, len(tokens))
         routes, retractions = meta.get("routed_experts"), int(meta.get("num_retractions") or 0)
+        kept = meta.get("output_token_sampling_logprobs")
+        truncated = None if kept is None else np.array(kept, np.float32)
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise Fatal(
             f"{where}: expected an answer of SGLang's /generate, got {content[:200]!r}... ({type(error).__name__}: "
@@ -115,7 +133,13 @@ def read_answer(content: bytes, where: str) -> Answer:
             f"{named[:8]}...; the server must return log-probs"
         )
     return Answer(
-        tokens=tokens, logp=logp, spans=spans, aborted=finish == "abort", retractions=retractions, routes=routes
+        tokens=tokens,
+        logp=logp,
+        spans=spans,
+        aborted=finish == "abort",
+        retractions=retractions,
+        routes=routes,
+        truncated_logp=truncated,
     )
 
 
@@ -141,11 +165,11 @@ def completion(
     Raises:
       Fatal: routes are missing or misshapen.
     """
-    tokens, logp = answer.tokens, answer.logp
     if answer.aborted and answer.retractions:
-        # Aborted between a retraction and the end of the rebuild its routes would be nobody's; which it was, is not
-        # told. Nothing is gained from it then: it is sampled again.
-        tokens, logp = tokens[:0], logp[:0]
+        # Aborted between a retraction and the end of the rebuild, its routes would be nobody's, and which it was is not
+        # told. Nothing is gained from it then, and it is sampled again.
+        answer = NOTHING
+    tokens = answer.tokens
     version = np.empty(len(tokens), np.int32)
     for span in answer.spans:
         version[span.begin : span.end] = versions[span.tag]
@@ -160,12 +184,13 @@ def completion(
         request_id=request.request_id,
         member=member,
         tokens=tokens,
-        behavior_logp=logp,
+        behavior_logp=answer.logp,
         version=version,
         trace=trace,
         finish=_finish(request, tokens),
         engine_id=engine_id,
         logprob=LogprobDefinition(temperature=request.sampling.temperature or 1.0),
+        truncated_logp=answer.truncated_logp,
     )
 
 
