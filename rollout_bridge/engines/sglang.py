@@ -274,7 +274,7 @@ class SglangEngine:
                 tag,
                 abort=abort,
                 seconds=seconds,
-                changing=lambda: self._changing(instance, tag),
+                changing=lambda: self._changing(instance, tag, push),
             )
             loaded = time.monotonic()
             report = dataclasses.replace(
@@ -289,16 +289,17 @@ class SglangEngine:
             raise
         with self._changed:
             instance.verified[tag] = version
+            instance.own = {(tag, str(push.folder))}
             instance.live = Live(tag=tag, manifest=push.manifest, report=report)
             self._staged = None
         self._root.keep_only(push.folder)
         return report
 
-    def _changing(self, instance: Instance, tag: str) -> None:
+    def _changing(self, instance: Instance, tag: str, push: Push) -> None:
         """From now on the weights may be new ones: what has this tag waits, and the server may show it."""
         with self._changed:
             self._flights.pending = tag
-            instance.own.add(tag)
+            instance.own = {*instance.own, (tag, str(push.folder))}
 
     def _doubt(self, instance: Instance, tag: str, error: BaseException) -> None:
         """A commit broke. If the weights may have changed, nothing is served before the next commit."""

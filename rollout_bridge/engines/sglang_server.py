@@ -21,31 +21,32 @@ class ServerFacts:
 
     Attributes:
       version: of SGLang.
-      tag: the server's name of its weights: of the last update, or of its start.
+      tag: the server's name of its weights, and where it read them: of the last update, or of its start.
       model: what it holds.
       config: its `config.json`.
     """
 
     version: str
-    tag: str
+    tag: tuple[str, str]
     model: ModelInfo
     config: Mapping[str, Any]
 
 
-def read_tag(http: SglangHttp, seconds: float) -> str:
-    """The server's name of its weights.
+def read_tag(http: SglangHttp, seconds: float) -> tuple[str, str]:
+    """The server's name of its weights, and where it read them: an update by others may leave the name as it was.
 
     Raises:
       Retryable: it does not answer.
       Fatal: it does not tell.
     """
     info = http.get("/model_info", seconds)
-    if not isinstance(info.get("weight_version"), str):
+    tag, path = info.get("weight_version"), info.get("model_path")
+    if not (isinstance(tag, str) and isinstance(path, str)):
         raise Fatal(
-            f"SGLang at {http.url}: expected /model_info to tell weight_version, got the keys {sorted(info)}; SGLang "
-            f"{TESTED} is what was tested"
+            f"SGLang at {http.url}: expected /model_info to tell weight_version and model_path, got the keys "
+            f"{sorted(info)}; SGLang {TESTED} is what was tested"
         )
-    return info["weight_version"]
+    return tag, path
 
 
 def read_facts(http: SglangHttp, folder: Path | None, seconds: float) -> ServerFacts:

@@ -80,7 +80,7 @@ def verify(http: SglangHttp, tag: str, probe: Probe, seconds: float) -> ProbeRep
       Fatal: it serves other weights, or does not reproduce the probe.
       Retryable: it does not answer.
     """
-    served = read_tag(http, seconds)
+    served, _ = read_tag(http, seconds)
     if served != tag:
         raise Fatal(
             f"SGLang at {http.url}: expected the weights {tag}, got {served}; it restarted, or others update it"

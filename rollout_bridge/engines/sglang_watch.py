@@ -34,14 +34,14 @@ class Instance:
       engine_id: names it.
       facts: what it is.
       verified: versions by the tags that were verified on it.
-      own: every tag that it may show.
+      own: every tag, with where the weights were read, that it may show.
       live: what serves; None before the first commit, and while an update is in doubt.
     """
 
     engine_id: str
     facts: ServerFacts
     verified: dict[str, int] = dataclasses.field(default_factory=dict)
-    own: set[str] = dataclasses.field(default_factory=set)
+    own: set[tuple[str, str]] = dataclasses.field(default_factory=set)
     live: Live | None = None
 
 
@@ -160,7 +160,7 @@ class Watch:
         engine_id = f"sglang-{uuid.uuid4().hex[:12]}"
         self.instance = Instance(engine_id=engine_id, facts=facts, own={facts.tag})
         log = logging.getLogger(__name__)
-        log.info("%s: SGLang %s at %s, weights %s", engine_id, facts.version, self._http.url, facts.tag)
+        log.info("%s: SGLang %s at %s, weights %s", engine_id, facts.version, self._http.url, facts.tag[0])
         if facts.version != TESTED:
             log.warning("SGLang %s at %s: %s is what was tested", facts.version, self._http.url, TESTED)
 
