@@ -161,6 +161,15 @@ def _check_completion(completion: Completion, request: SampleRequest, model: Mod
         len(version) == 0 or (version[0] >= 0 and bool(np.all(version[1:] >= version[:-1]))),
         lambda: f"{subject}: expected versions >= 0 that never fall, got {version[:8].tolist()}...",
     )
+    truncated = completion.truncated_logp
+    _require(
+        truncated is None
+        or (len(truncated) == len(tokens) and bool((np.isfinite(truncated) & (truncated >= logp - 1e-3)).all())),
+        lambda: (
+            f"{subject}: expected a finite log-prob over the kept tokens for each of {len(tokens)}, none below that "
+            f"over all tokens, got {truncated}"
+        ),
+    )
     _check_trace(completion, request, model)
 
 

@@ -4,6 +4,7 @@ Decoding checks what protobuf cannot say (known enum values, shapes that fit the
 ValueError; what a record must be to be used is in `checks`.
 """
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -111,6 +112,7 @@ def encode_completion(completion: Completion) -> pb.Completion:
         logprob=pb.LogprobDefinition(
             temperature=completion.logprob.temperature, after_truncation=completion.logprob.after_truncation
         ),
+        truncated_logp_T=() if completion.truncated_logp is None else completion.truncated_logp.tolist(),
     )
 
 
@@ -133,6 +135,7 @@ def decode_completion(message: pb.Completion) -> Completion:
         logprob=LogprobDefinition(
             temperature=message.logprob.temperature, after_truncation=message.logprob.after_truncation
         ),
+        truncated_logp=np.array(message.truncated_logp_T, np.float32) if message.truncated_logp_T else None,
     )
 
 
@@ -203,13 +206,23 @@ def decode_part(message: pb.StageRequest) -> Manifest | Chunk:
 
 def encode_stage_report(report: StageReport) -> pb.StageReply:
     """The outcome of a push for the wire."""
-    return pb.StageReply(state=_STAGED[report.staged], bytes=report.num_bytes, engine_id=report.engine_id)
+    return pb.StageReply(
+        state=_STAGED[report.staged],
+        bytes=report.num_bytes,
+        engine_id=report.engine_id,
+        seconds_write=report.seconds_write,
+    )
 
 
 def decode_stage_report(message: pb.StageReply) -> StageReport:
     """The outcome of a push from the wire."""
     staged = _known(_STAGED, message.state, f"engine {message.engine_id}: outcome of a push")
-    return StageReport(staged=staged, num_bytes=message.bytes, engine_id=message.engine_id)
+    return StageReport(
+        staged=staged,
+        num_bytes=message.bytes,
+        engine_id=message.engine_id,
+        seconds_write=message.seconds_write,
+    )
 
 
 def encode_commit(version: int, digest: str, probe: Probe, in_flight: InFlight) -> pb.CommitRequest:
@@ -242,12 +255,13 @@ def decode_commit(message: pb.CommitRequest) -> tuple[int, str, Probe, InFlight]
 
 def encode_commit_reply(report: ProbeReport, engine_id: str) -> pb.CommitReply:
     """The outcome of a commit."""
-    return pb.CommitReply(mean_abs=report.mean_abs, max_abs=report.max_abs, engine_id=engine_id)
+    return pb.CommitReply(engine_id=engine_id, **dataclasses.asdict(report))
 
 
 def decode_commit_reply(message: pb.CommitReply) -> tuple[ProbeReport, str]:
     """Probe report and engine of a commit."""
-    return ProbeReport(mean_abs=message.mean_abs, max_abs=message.max_abs), message.engine_id
+    fields = {field.name: getattr(message, field.name) for field in dataclasses.fields(ProbeReport)}
+    return ProbeReport(**fields), message.engine_id
 
 
 def encode_pause(in_flight: InFlight) -> pb.PauseRequest:

@@ -130,6 +130,8 @@ class Completion:
       finish: why it ended.
       engine_id: instance that sampled it (a restart is another instance).
       logprob: what `behavior_logp` is.
+      truncated_logp: float32[N], log mu renormalised over what top-p/top-k kept; None when neither is on, or when the
+        engine does not tell it.
     """
 
     request_id: str
@@ -141,6 +143,7 @@ class Completion:
     finish: Finish
     engine_id: str
     logprob: LogprobDefinition
+    truncated_logp: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,11 +184,12 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StageReport:
-    """The outcome of a push to one engine; `num_bytes` were received."""
+    """The outcome of a push to one engine; `num_bytes` were received, and written in `seconds_write`."""
 
     staged: Staged
     num_bytes: int
     engine_id: str
+    seconds_write: float = 0.0
 
 
 # nats. A token that a sharp policy holds for impossible moves by several nats when another numerics flips one expert
@@ -244,10 +248,19 @@ class ProbeReport:
     Attributes:
       mean_abs: mean of |difference|, each counted as at most `PROBE_CAP`, nats.
       max_abs: the largest |difference|, nats.
+      checksum: the engine's own over the weights that it now serves, where it has one; equal in engines of a kind that
+        serve the same weights.
+      seconds_held: for which nothing new began.
+      seconds_load: of these, the switch itself, in which nothing was sampled.
+      seconds_verify: of these, the verification.
     """
 
     mean_abs: float
     max_abs: float
+    checksum: str = ""
+    seconds_held: float = 0.0
+    seconds_load: float = 0.0
+    seconds_verify: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

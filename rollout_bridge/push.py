@@ -84,9 +84,11 @@ class PushDesk:
                 return StageReport(staged=already, num_bytes=0, engine_id=status.engine_id)
             self._must_grow(manifest.version, status)
             check_manifest(manifest, self._engine.model())
-            received = _receive(parts, manifest, self._engine.stage(manifest))
+            received, seconds = _receive(parts, manifest, self._engine.stage(manifest))
             self._staged = _Push(engine_id=status.engine_id, version=manifest.version, digest=manifest.digest)
-            return StageReport(staged=Staged.RECEIVED, num_bytes=received, engine_id=status.engine_id)
+            return StageReport(
+                staged=Staged.RECEIVED, num_bytes=received, engine_id=status.engine_id, seconds_write=seconds
+            )
 
     def commit(self, push: tuple[int, str], probe: Probe, in_flight: InFlight, sender: str) -> ProbeReport:
         """Makes a staged push live.
@@ -181,21 +183,28 @@ class PushDesk:
             self._lock.release()
 
 
-def _receive(parts: Iterator[Manifest | Chunk], manifest: Manifest, sink: StageSink) -> int:
-    """Feeds a sink; leaves nothing in it unless everything came. Returns the bytes received."""
+def _receive(parts: Iterator[Manifest | Chunk], manifest: Manifest, sink: StageSink) -> tuple[int, float]:
+    """Feeds a sink; leaves nothing in it unless everything came. Returns the bytes received and the sink's seconds."""
     assembly = Assembly(manifest)
-    try:
+    seconds = 0.0
+
+    def feed() -> None:
+        nonlocal seconds
         for name, array in assembly.ready():
+            began = time.monotonic()
             sink.put(name, array)
+            seconds += time.monotonic() - began
+
+    try:
+        feed()
         for part in parts:
             if not isinstance(part, Chunk):
                 raise ValueError(f"push of version {manifest.version}: expected one manifest, got a second")
             assembly.add(part)
-            for name, array in assembly.ready():
-                sink.put(name, array)
+            feed()
         assembly.finish()
         sink.finish()
     except BaseException:
         sink.discard()
         raise
-    return assembly.received
+    return assembly.received, seconds

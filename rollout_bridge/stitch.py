@@ -45,8 +45,14 @@ def stitch(request: SampleRequest, parts: Sequence[Completion]) -> Completion:
         tokens=np.concatenate([part.tokens for part in parts]),
         behavior_logp=np.concatenate([part.behavior_logp for part in parts]),
         version=np.concatenate([part.version for part in parts]),
+        truncated_logp=_join([part.truncated_logp for part in parts]),
         trace=_stitch_traces(traces, f"trace of {request.request_id}/{last.member}") if traces else None,
     )
+
+
+def _join(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    known = [part for part in parts if part is not None]
+    return np.concatenate(known) if len(known) == len(parts) else None
 
 
 def _stitch_traces(traces: Sequence[Trace], subject: str) -> Trace:

@@ -9,10 +9,11 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from rollout_bridge import ClientOptions, Fatal, Fleet, FleetOptions, serve
+from rollout_bridge import ClientOptions, ClientTls, Fatal, Fleet, FleetOptions, Security, serve
 from train.config import RunConfig
 from train.engine_process import EngineProcessConfig, LocalEngineProcess
 from train.local_engine import LocalEngine, LocalEngineConfig
+from train.sections import RolloutConfig
 from train.setup import Problem, make_problem
 
 ENGINE_LOG = "engine.log"
@@ -59,7 +60,7 @@ def attach_fleet(
             process = stack.enter_context(_start_local(config, problem, folder))
             endpoints = (process.endpoint,)
         options = FleetOptions(
-            client=ClientOptions(chunk_bytes=config.rollout.chunk_bytes),
+            client=ClientOptions(chunk_bytes=config.rollout.chunk_bytes, security=_security(config.rollout)),
             progress_seconds=config.rollout.deadline,
             on_lost=None if process is None else lambda _endpoint: _restart(process, on_event),
             on_event=on_event,
@@ -67,6 +68,17 @@ def attach_fleet(
         fleet = stack.enter_context(Fleet(endpoints, options=options))
         _check_model(fleet, problem, config)
         yield Engines(fleet=fleet, process=process)
+
+
+def _security(rollout: RolloutConfig) -> Security:
+    """How the bridges are spoken to. Secrets are in files, never in the config.
+
+    Raises:
+      OSError: a file cannot be read.
+    """
+    tls = ClientTls(ca=Path(rollout.tls_ca).read_bytes()) if rollout.tls_ca else None
+    token = Path(rollout.token_file).read_text(encoding="utf-8").strip() if rollout.token_file else None
+    return Security(tls=tls, token=token)
 
 
 def serve_local(config: RunConfig, listen: str) -> None:

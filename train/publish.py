@@ -30,7 +30,12 @@ _DTYPES: Mapping[str, Any] = {"float32": np.float32, "bfloat16": ml_dtypes.bfloa
 
 @dataclasses.dataclass(frozen=True)
 class Published:
-    """What the last push cost and how well it was reproduced. Seconds, bytes, nats."""
+    """What the last push cost and how well it was reproduced. Seconds, bytes, nats; of several engines the worst.
+
+    `seconds_write` is a part of `seconds_stage`; `seconds_held`, in which engines began nothing new, a part of
+    `seconds_commit`, and `seconds_load` (nothing sampled) and `seconds_verify` are parts of that. Engines that do not
+    tell them have 0.
+    """
 
     version: int
     probe_mean_abs: float
@@ -39,7 +44,11 @@ class Published:
     bytes: int
     seconds_export: float
     seconds_stage: float
+    seconds_write: float
     seconds_commit: float
+    seconds_held: float
+    seconds_load: float
+    seconds_verify: float
 
     def metrics(self) -> dict[str, float]:
         """As metrics of the step that published."""
@@ -51,7 +60,11 @@ class Published:
             "publish/bytes": float(self.bytes),
             "publish/seconds_export": self.seconds_export,
             "publish/seconds_stage": self.seconds_stage,
+            "publish/seconds_write": self.seconds_write,
             "publish/seconds_commit": self.seconds_commit,
+            "publish/seconds_held": self.seconds_held,
+            "publish/seconds_load": self.seconds_load,
+            "publish/seconds_verify": self.seconds_verify,
         }
 
 
@@ -116,6 +129,7 @@ class Publisher:
         probe: ProbeScorer,
         dtype: str,
         on_failed: Callable[[BaseException], None],
+        in_flight: InFlight = InFlight.FINISH,
     ) -> None:
         """Takes its fleet.
 
@@ -125,12 +139,14 @@ class Publisher:
           probe: scores the probe.
           dtype: of the tensors on the wire, "float32" or "bfloat16".
           on_failed: called with the error, in the publishing thread, so that nobody waits for what will not come.
+          in_flight: what a commit does to running requests.
         """
         self._fleet = fleet
         self._config = config
         self._probe = probe
         self._dtype = _DTYPES[dtype]
         self._on_failed = on_failed
+        self._in_flight = in_flight
         self._thread: threading.Thread | None = None
         self._exported = threading.Event()
         self._error: BaseException | None = None
@@ -182,9 +198,9 @@ class Publisher:
             self._exported.set()
             weights = Weights(version=version, model_digest=self._config.digest(), tensors=tensors)
             exported = time.monotonic()
-            self._fleet.stage(weights)
+            received = self._fleet.stage(weights)
             staged = time.monotonic()
-            report = self._fleet.commit(version, probe, InFlight.FINISH)
+            report = self._fleet.commit(version, probe, self._in_flight)
             self._last = Published(
                 version=version,
                 probe_mean_abs=report.mean_abs,
@@ -193,7 +209,11 @@ class Publisher:
                 bytes=sum(array.nbytes for array in tensors.values()),
                 seconds_export=exported - began,
                 seconds_stage=staged - exported,
+                seconds_write=max(engine.seconds_write for engine in received.values()),
                 seconds_commit=time.monotonic() - staged,
+                seconds_held=max(engine.seconds_held for engine in report.engines.values()),
+                seconds_load=max(engine.seconds_load for engine in report.engines.values()),
+                seconds_verify=max(engine.seconds_verify for engine in report.engines.values()),
             )
             on_committed(version)
         except BaseException as error:  # re-raised by wait or finish, in the thread that can stop the run

@@ -137,13 +137,17 @@ class RolloutConfig:
 
     Attributes:
       engine: local: the run starts its own sampler process; remote: `endpoints` are bridges.
-      endpoints: "host:port" of bridges, for engine "remote".
+      endpoints: "host:port" of bridges, for engine "remote"; "dns:name:port" stands for every address of a name.
       listen: "host:port" where the local engine's bridge listens; port 0 = any free one.
       dtype: compute type of the local sampler, and of the tensors on the wire.
       slots: sequences that the local engine decodes at once.
       deadline: seconds without any completion after which the run stops.
       probe_tolerance: a version serves only if its log-probs of the probe agree to this (`ProbeReport.mean_abs`), nats.
       chunk_bytes: of a push.
+      tls_ca: PEM file of the authority that signed the bridges' certificates; "" = no TLS.
+      token_file: file that holds the bridges' bearer token; "" = none.
+      in_flight: what a new version does to running requests: they finish first, go on under it (retract), or end with
+        what they have and are continued (abort). Batch-wise nothing runs then.
     """
 
     engine: Literal["local", "remote"]
@@ -154,6 +158,9 @@ class RolloutConfig:
     deadline: _Positive
     probe_tolerance: _Positive
     chunk_bytes: _Count
+    tls_ca: str = ""
+    token_file: str = ""
+    in_flight: Literal["finish", "retract", "abort"] = "finish"
 
     def __post_init__(self) -> None:
         check_fields(self, "rollout")

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from rollout_bridge import Completion, Fleet
+from rollout_bridge import Completion, Fleet, InFlight
 from sat_jax.model import PolicyConfig
 from train.assemble import AssembleConfig
 from train.buffer import Buffer
@@ -94,7 +94,14 @@ def make_publisher(config: RunConfig, problem: Problem, graph: nnx.GraphDef, fle
     probe = ProbeScorer(
         graph, problem.policy, probe_sequences(problem.data, config.seed), config.rollout.probe_tolerance
     )
-    return Publisher(fleet, problem.policy, probe, config.rollout.dtype, on_failed=buffer.fail)
+    return Publisher(
+        fleet,
+        problem.policy,
+        probe,
+        config.rollout.dtype,
+        on_failed=buffer.fail,
+        in_flight=InFlight(config.rollout.in_flight),
+    )
 
 
 def probe_sequences(data: PromptData, seed: int) -> list[np.ndarray]:

@@ -116,7 +116,7 @@ class Trace(_message.Message):
     def __init__(self, experts_TLK: _Optional[bytes] = ..., id_bytes: _Optional[int] = ..., rows_T: _Optional[int] = ..., layers_L: _Optional[int] = ..., slots_K: _Optional[int] = ..., first_row: _Optional[int] = ..., version_T: _Optional[_Iterable[_Union[VersionRun, _Mapping]]] = ...) -> None: ...
 
 class Completion(_message.Message):
-    __slots__ = ("request_id", "member", "tokens_T", "behavior_logp_T", "version_T", "trace", "finish", "engine_id", "logprob")
+    __slots__ = ("request_id", "member", "tokens_T", "behavior_logp_T", "version_T", "trace", "finish", "engine_id", "logprob", "truncated_logp_T")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     TOKENS_T_FIELD_NUMBER: _ClassVar[int]
@@ -126,6 +126,7 @@ class Completion(_message.Message):
     FINISH_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATED_LOGP_T_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     member: int
     tokens_T: _containers.RepeatedScalarFieldContainer[int]
@@ -135,7 +136,8 @@ class Completion(_message.Message):
     finish: Finish
     engine_id: str
     logprob: LogprobDefinition
-    def __init__(self, request_id: _Optional[str] = ..., member: _Optional[int] = ..., tokens_T: _Optional[_Iterable[int]] = ..., behavior_logp_T: _Optional[_Iterable[float]] = ..., version_T: _Optional[_Iterable[_Union[VersionRun, _Mapping]]] = ..., trace: _Optional[_Union[Trace, _Mapping]] = ..., finish: _Optional[_Union[Finish, str]] = ..., engine_id: _Optional[str] = ..., logprob: _Optional[_Union[LogprobDefinition, _Mapping]] = ...) -> None: ...
+    truncated_logp_T: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, request_id: _Optional[str] = ..., member: _Optional[int] = ..., tokens_T: _Optional[_Iterable[int]] = ..., behavior_logp_T: _Optional[_Iterable[float]] = ..., version_T: _Optional[_Iterable[_Union[VersionRun, _Mapping]]] = ..., trace: _Optional[_Union[Trace, _Mapping]] = ..., finish: _Optional[_Union[Finish, str]] = ..., engine_id: _Optional[str] = ..., logprob: _Optional[_Union[LogprobDefinition, _Mapping]] = ..., truncated_logp_T: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class TensorSpec(_message.Message):
     __slots__ = ("name", "dtype", "shape")
@@ -204,7 +206,7 @@ class StageRequest(_message.Message):
     def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
 
 class StageReply(_message.Message):
-    __slots__ = ("state", "bytes", "engine_id")
+    __slots__ = ("state", "bytes", "engine_id", "seconds_write")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[StageReply.State]
@@ -218,10 +220,12 @@ class StageReply(_message.Message):
     STATE_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_WRITE_FIELD_NUMBER: _ClassVar[int]
     state: StageReply.State
     bytes: int
     engine_id: str
-    def __init__(self, state: _Optional[_Union[StageReply.State, str]] = ..., bytes: _Optional[int] = ..., engine_id: _Optional[str] = ...) -> None: ...
+    seconds_write: float
+    def __init__(self, state: _Optional[_Union[StageReply.State, str]] = ..., bytes: _Optional[int] = ..., engine_id: _Optional[str] = ..., seconds_write: _Optional[float] = ...) -> None: ...
 
 class Probe(_message.Message):
     __slots__ = ("tokens_T", "logp_T", "tolerance", "expert_coverage", "lengths")
@@ -250,14 +254,22 @@ class CommitRequest(_message.Message):
     def __init__(self, version: _Optional[int] = ..., digest: _Optional[str] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., in_flight: _Optional[_Union[InFlight, str]] = ...) -> None: ...
 
 class CommitReply(_message.Message):
-    __slots__ = ("mean_abs", "max_abs", "engine_id")
+    __slots__ = ("mean_abs", "max_abs", "engine_id", "checksum", "seconds_held", "seconds_load", "seconds_verify")
     MEAN_ABS_FIELD_NUMBER: _ClassVar[int]
     MAX_ABS_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_HELD_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_LOAD_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_VERIFY_FIELD_NUMBER: _ClassVar[int]
     mean_abs: float
     max_abs: float
     engine_id: str
-    def __init__(self, mean_abs: _Optional[float] = ..., max_abs: _Optional[float] = ..., engine_id: _Optional[str] = ...) -> None: ...
+    checksum: str
+    seconds_held: float
+    seconds_load: float
+    seconds_verify: float
+    def __init__(self, mean_abs: _Optional[float] = ..., max_abs: _Optional[float] = ..., engine_id: _Optional[str] = ..., checksum: _Optional[str] = ..., seconds_held: _Optional[float] = ..., seconds_load: _Optional[float] = ..., seconds_verify: _Optional[float] = ...) -> None: ...
 
 class DiscardRequest(_message.Message):
     __slots__ = ()

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from rollout_bridge import CommitReport, Fatal, ProbeReport
+from rollout_bridge.messages import Staged, StageReport
 from sat_jax.mesh import one_device_mesh
 from sat_jax.model import PolicyConfig
 from sat_jax.model.hf import tensor_shapes
@@ -26,6 +27,9 @@ POLICY = PolicyConfig(
 SEQUENCES = list(np.random.default_rng(0).integers(0, 8, (PROBE_TOKENS // 16, 16)).astype(np.int32))
 
 
+PARTS = {"write": 0.5, "held": 4.0, "load": 2.0, "verify": 1.0}  # seconds, of the slowest engine
+
+
 class FakeFleet:
     """Records what it is given; `hold` keeps a push waiting, `error` makes a commit fail."""
 
@@ -40,12 +44,18 @@ class FakeFleet:
         self.hold.wait(30)
         self.weights.append(weights)
         self.calls.append(("stage", weights.version))
+        reports = [
+            StageReport(staged=Staged.RECEIVED, num_bytes=1, engine_id=name, seconds_write=s)
+            for name, s in (("e", 0.25), ("f", 0.5))
+        ]
+        return {report.engine_id: report for report in reports}
 
     def commit(self, version, probe, in_flight):
         self.calls.append(("commit", version))
         if self.error is not None:
             raise self.error
-        return CommitReport(version=version, engines={"e": ProbeReport(mean_abs=0.25, max_abs=0.5)})
+        slow = ProbeReport(mean_abs=0.25, max_abs=0.5, seconds_held=4.0, seconds_load=2.0, seconds_verify=1.0)
+        return CommitReport(version=version, engines={"e": slow, "f": ProbeReport(mean_abs=0.0, max_abs=0.0)})
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +83,8 @@ def test_a_push_is_staged_then_committed_then_announced(made):
     assert published is not None
     assert (published.version, published.probe_mean_abs, published.probe_max_abs) == (4, 0.25, 0.5)
     assert published.bytes == sum(array.nbytes for array in weights.tensors.values())
+    slowest = {name: value for name, value in published.metrics().items() if name.split("_")[-1] in PARTS}
+    assert {name.split("_")[-1]: value for name, value in slowest.items()} == PARTS
     assert publisher.published() is None
 
 

@@ -1,0 +1,143 @@
+"""New weights into a running SGLang server, and the proof that they are what it now serves.
+
+The order is what the traps of SGLang 0.5.23 ask for. Nothing runs while weights change (pause), no prefix of older
+weights outlives the change (flush), sampling goes on whatever happens (continue), and no word of the server is taken
+for success: names that load nothing, and updates that are refused after they changed something, look like success or
+like nothing. So the version, the checksum of the weights and the log-probs of a probe are asked for.
+"""
+
+import concurrent.futures
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from rollout_bridge.engines.sglang_http import Refused, SglangHttp
+from rollout_bridge.engines.sglang_server import read_tag
+from rollout_bridge.errors import Fatal, Retryable
+from rollout_bridge.messages import Probe, ProbeReport
+
+_FLUSH_SECONDS = 10.0
+
+
+def switch(
+    http: SglangHttp, folder: Path, tag: str, *, abort: bool, seconds: float, changing: Callable[[], None]
+) -> None:
+    """Makes the server load a folder of weights, with sampling stopped meanwhile.
+
+    Args:
+      http: the server.
+      folder: config.json and safetensors, complete, checked.
+      tag: the server's name of these weights from then on.
+      abort: whether running requests end with what they have; else they keep it and rebuild their cache.
+      seconds: for the load.
+      changing: called when the next call may change the weights, whatever it answers.
+
+    Raises:
+      Retryable: before `changing`, the old weights serve as before; after it, nobody knows.
+      Fatal: the same.
+    """
+    http.post("/pause_generation", {"mode": "abort" if abort else "retract"}, seconds)
+    try:
+        _flush(http)
+        changing()
+        answer = http.post(
+            "/update_weights_from_disk",
+            {
+                "model_path": str(folder),
+                "load_format": "auto",
+                "weight_version": tag,
+                "flush_cache": True,
+                "abort_all_requests": False,
+            },
+            seconds,
+        )
+        if answer.get("success") is not True:
+            raise Fatal(f"SGLang at {http.url}: expected the weights of {tag} to load, got {answer}")
+    finally:
+        http.post("/continue_generation", {}, seconds)
+
+
+def checksum(http: SglangHttp, seconds: float) -> str:
+    """SGLang's own checksum over all weights that it holds, in its own layout: equal where the weights are.
+
+    Raises:
+      Fatal: it does not tell one.
+    """
+    answer = http.post("/weights_checker", {"action": "checksum"}, seconds)
+    found = answer.get("per_engine_checksum")
+    if not isinstance(found, str):
+        raise Fatal(f"SGLang at {http.url}: expected a checksum of its weights, got {str(answer)[:300]}")
+    return found
+
+
+def verify(http: SglangHttp, tag: str, probe: Probe, seconds: float) -> ProbeReport:
+    """Compares what the server computes under these weights with what the trainer does.
+
+    Raises:
+      Fatal: it serves other weights, or does not reproduce the probe.
+      Retryable: it does not answer.
+    """
+    served, _ = read_tag(http, seconds)
+    if served != tag:
+        raise Fatal(
+            f"SGLang at {http.url}: expected the weights {tag}, got {served}; it restarted, or others update it"
+        )
+    report = probe.compare(_score(http, tag, probe, seconds))
+    if not report.mean_abs <= probe.tolerance:  # also when it is NaN
+        raise Fatal(
+            f"probe of weights {tag}: expected mean |log-prob difference| of at most {probe.tolerance:.4g} nats, got "
+            f"{report.mean_abs:.4g} (largest {report.max_abs:.4g}, {len(probe.tokens)} tokens, SGLang at {http.url}); "
+            "check that every tensor was exported under its own name"
+        )
+    return report
+
+
+def _flush(http: SglangHttp) -> None:
+    """Drops every cached prefix. Requests that are just being aborted make the server refuse for a moment."""
+    end = time.monotonic() + _FLUSH_SECONDS
+    while True:
+        try:
+            http.post("/flush_cache", {}, _FLUSH_SECONDS)
+            return
+        except Refused as error:
+            if time.monotonic() > end:
+                raise Retryable(
+                    f"SGLang at {http.url}: expected to flush its cache within {_FLUSH_SECONDS} s of the pause, got: "
+                    f"{error}; do others send it requests?"
+                ) from error
+        time.sleep(0.05)
+
+
+def _score(http: SglangHttp, tag: str, probe: Probe, seconds: float) -> np.ndarray:
+    """Log-probs of probe.tokens[1:], float32; anything where another sequence begins."""
+    ends = np.cumsum(probe.lengths)
+    sequences = [probe.tokens[end - length : end] for end, length in zip(ends, probe.lengths, strict=True)]
+    answers = [http.start("/generate", _scoring(tokens, tag), seconds) for tokens in sequences]
+    concurrent.futures.wait(answers)
+    logp = np.zeros(len(probe.tokens), np.float32)
+    for end, tokens, answer in zip(ends, sequences, answers, strict=True):
+        meta = json.loads(answer.result())["meta_info"]
+        triples = meta["input_token_logprobs"]
+        # The ids that come back are not compared: SGLang names the vocabulary's last one 0.
+        if len(triples) != len(tokens) or meta["weight_version"] != tag:
+            raise Fatal(
+                f"probe of weights {tag}: expected log-probs of {len(tokens)} given tokens, got {len(triples)} of "
+                f"weights {meta['weight_version']}"
+            )
+        logp[end - len(tokens) + 1 : end] = [triple[0] for triple in triples[1:]]  # the first token has none
+    return logp[1:]
+
+
+def _scoring(tokens: np.ndarray, tag: str) -> dict[str, object]:
+    """Input log-probs are at temperature 1, and switch the prefix cache off for the request."""
+    return {
+        "input_ids": tokens.tolist(),
+        "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "extra_key": tag,
+        "stream": False,
+    }

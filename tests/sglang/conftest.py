@@ -1,0 +1,94 @@
+"""One real server for the whole group, a bridge over it, and a trainer's policies."""
+
+import contextlib
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from rollout_bridge import ClientOptions, Fleet, FleetOptions, InFlight, serve
+from rollout_bridge.engines.sglang import SglangConfig, SglangEngine
+from tests.sglang.trainer import CONFIG, Trainer
+from tests.sglang_cpu.server import SglangProcess
+from tools.make_model import make_model
+
+ADMIN_KEY = "the-admin-key-of-the-tests"
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.sglang)
+            item.add_marker(pytest.mark.timeout(600))
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model") / "base"
+    make_model(CONFIG, folder, seed=1000)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def server(model_folder, tmp_path_factory):
+    log = tmp_path_factory.mktemp("sglang") / "server.log"
+    process = SglangProcess(model_folder, log, "--admin-api-key", ADMIN_KEY)
+    process.start()
+    yield process
+    process.kill()
+
+
+@pytest.fixture(scope="session")
+def trainer():
+    return Trainer()
+
+
+@pytest.fixture(scope="session")
+def versions():
+    """Versions that nobody used yet: they only grow, and every test has the same server."""
+    counter = iter(range(1, 10**6))
+    return lambda: next(counter)
+
+
+@pytest.fixture
+def stage_folder():
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def bridge(server, stage_folder):
+    """The engine over the server, and the address of its bridge."""
+    config = SglangConfig(url=server.url, admin_key=ADMIN_KEY, stage_folder=stage_folder, poll_seconds=0.2)
+    with contextlib.closing(SglangEngine(config)) as engine:
+        engine.connect(60.0)
+        with serve(engine, "127.0.0.1:0") as served:
+            yield engine, served.address
+
+
+@pytest.fixture
+def fleet(bridge):
+    with Fleet([bridge[1]], options=FleetOptions(client=ClientOptions(attempts=1), publish_seconds=240.0)) as fleet:
+        fleet.wait_ready(30.0)
+        yield fleet
+
+
+@pytest.fixture
+def publish(fleet, trainer, versions):
+    """Publishes the policy of a seed as a version that nobody used; returns it with the report."""
+
+    def push(seed, in_flight=InFlight.FINISH, weights=None):
+        version = versions()
+        weights = weights or trainer.weights(version, seed)
+        return version, fleet.publish(weights, trainer.probe(seed), in_flight)
+
+    return push
+
+
+def eventually(what, seconds=30.0):
+    """Waits until it is so."""
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end, "did not come to pass"
+        time.sleep(0.02)
