@@ -2,16 +2,13 @@
 
 import argparse
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 from rollout_bridge.errors import BridgeError
 
 RUNS = Path("runs")
-PREEMPTED = 75  # EX_TEMPFAIL: start the same command again
 INTERRUPTED = 130
 
 
@@ -37,6 +34,14 @@ def _parser() -> argparse.ArgumentParser:
     _config_arguments(train)
     train.add_argument("--fresh", action="store_true", help="set a run of this name aside and begin anew")
     train.add_argument("--quiet", action="store_true", help="no console display; the files are written all the same")
+    train.add_argument("--record", action="store_true", help="save every step's batch, for tools/replay_batch.py")
+    train.add_argument(
+        "--allow-changed",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="resume although this key of the config (or a whole section) was changed; repeatable",
+    )
     train.set_defaults(run=_train)
     serve = verbs.add_parser("serve", help="serve a config's policy with the local engine, for a trainer elsewhere")
     _config_arguments(serve)
@@ -89,14 +94,21 @@ def _train(arguments: argparse.Namespace) -> None:
     from train.claim import claim, set_aside
     from train.config import load
     from train.loop import train
+    from train.preemption import Preempted, Preemption
+    from train.run import Options
 
-    signal.signal(signal.SIGTERM, _preempted)
+    preemption = Preemption()
+    preemption.install()
     config = load(arguments.config, arguments.overrides)
     folder = arguments.runs / config.name
     if arguments.fresh and (aside := set_aside(folder)) is not None:
         _say(f"the run that was in {folder} is now in {aside}")
-    with claim(folder, config):
-        train(config, folder, console=not arguments.quiet)
+    try:
+        with claim(folder, config, arguments.allow_changed):
+            train(config, folder, Options(console=not arguments.quiet, record=arguments.record, preemption=preemption))
+    except Preempted:
+        _say("preempted; the same command resumes from the newest checkpoint")
+        raise
     _say(f"done: {folder / 'report.html'} explains the run")
 
 
@@ -144,11 +156,6 @@ def _xla_flags(threads: int, devices: int) -> str:
     if threads == 1:
         flags.append("--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1")
     return " ".join(flag for flag in flags if flag)
-
-
-def _preempted(_signal: int, _frame: FrameType | None) -> None:
-    _say("preempted; the same command resumes from the newest checkpoint")
-    raise SystemExit(PREEMPTED)
 
 
 def _say(*lines: str) -> None:

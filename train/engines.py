@@ -60,7 +60,7 @@ def attach_fleet(
             endpoints = (process.endpoint,)
         options = FleetOptions(
             client=ClientOptions(chunk_bytes=config.rollout.chunk_bytes),
-            progress_seconds=config.rollout.deadline,
+            progress_seconds=_progress_seconds(config),
             on_lost=None if process is None else lambda _endpoint: _restart(process, on_event),
             on_event=on_event,
         )
@@ -80,6 +80,13 @@ def serve_local(config: RunConfig, listen: str) -> None:
         while not stopped.wait(1.0):
             if engine.failure is not None:
                 raise Fatal(f"local engine: expected its thread to run, got {engine.failure!r}") from engine.failure
+
+
+def _progress_seconds(config: RunConfig) -> float:
+    """How long a call may go without a completion. Bounded, a call is one prompt, which is then asked for elsewhere."""
+    if config.schedule.mode == "bounded":
+        return min(config.schedule.request_deadline, config.rollout.deadline)
+    return config.rollout.deadline
 
 
 def _engine_config(config: RunConfig) -> LocalEngineConfig:

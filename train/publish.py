@@ -117,6 +117,7 @@ class Publisher:
         probe: ProbeScorer,
         dtype: str,
         on_failed: Callable[[BaseException], None],
+        in_flight: InFlight = InFlight.FINISH,
     ) -> None:
         """Takes its fleet.
 
@@ -126,16 +127,23 @@ class Publisher:
           probe: scores the probe.
           dtype: of the tensors on the wire, "float32" or "bfloat16".
           on_failed: called with the error, in the publishing thread, so that nobody waits for what will not come.
+          in_flight: what a commit does to running requests.
         """
         self._fleet = fleet
         self._config = config
         self._probe = probe
         self._dtype = _DTYPES[dtype]
         self._on_failed = on_failed
+        self._in_flight = in_flight
         self._thread: threading.Thread | None = None
         self._exported = threading.Event()
         self._error: BaseException | None = None
         self._last: Published | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a push is under way: `start` would wait for it."""
+        return self._thread is not None and self._thread.is_alive()
 
     def start(self, state: TrainState, on_committed: Callable[[int], None]) -> None:
         """Begins to publish this version; an earlier push is finished first.
@@ -185,7 +193,7 @@ class Publisher:
             exported = time.monotonic()
             self._fleet.stage(weights)
             staged = time.monotonic()
-            report = self._fleet.commit(version, probe, InFlight.FINISH)
+            report = self._fleet.commit(version, probe, self._in_flight)
             self._last = Published(
                 version=version,
                 probe_mean_abs=report.mean_abs,

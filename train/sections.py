@@ -171,13 +171,30 @@ class CheckpointConfig:
     Attributes:
       every: steps, rounded up to the edge of a window; 0 = only at the end.
       keep: newest checkpoints that stay.
+      keep_best: beside them, those with the highest training reward since the checkpoint before them.
     """
 
     every: _Maybe
     keep: _Count
+    keep_best: _Maybe = 0
 
     def __post_init__(self) -> None:
         check_fields(self, "checkpoint")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class WatchdogConfig:
+    """When a run that does not move is ended.
+
+    Attributes:
+      seconds: that one named part of a step may take; then the run writes every thread's stack into its folder, and
+        ends when that part has not moved after as long again.
+    """
+
+    seconds: _Positive = 1800.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, "watchdog")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -61,7 +61,7 @@ def start_or_restore(
     cut = Cut(
         identity=identity(problem, reference),
         state=init_state(params, optimizer, mesh),
-        buffer=BufferSnapshot(next_ticket=0, groups=(), lost=(), dropped={}),
+        buffer=BufferSnapshot(),
         counters={},
     )
     checkpoints.save(cut)
