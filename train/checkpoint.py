@@ -149,17 +149,18 @@ class Checkpoints:
         if version is not None:
             self._check(version, self._restore(version, meta=ocp.args.JsonRestore())["meta"], identity, but)
 
-    def restore(self, template: TrainState, identity: Identity) -> Cut | None:
+    def restore(self, template: TrainState, identity: Identity, version: int | None = None) -> Cut | None:
         """The newest cut, or None when there is none.
 
         Args:
           identity: of the run that wants it.
           template: a state of this run's structure, for shapes, types and shardings.
+          version: of another cut that is kept, in place of the newest.
 
         Raises:
           ValueError: the cut is of another model, tokenizer, data set or reference, or is damaged.
         """
-        version = self.latest()
+        version = self.latest() if version is None else version
         if version is None:
             return None
         meta = self._restore(version, meta=ocp.args.JsonRestore())["meta"]

@@ -2,8 +2,8 @@ import dataclasses
 
 import numpy as np
 
-from tests.reference.rollouts import make_completion
-from tests.train.test_assemble import CONFIG, make_group
+from tests.reference.rollouts import make_completion, make_group
+from tests.train.test_assemble import config
 from train.assemble import assemble
 from train.freshness import mask_stale
 
@@ -16,7 +16,7 @@ def mixed_group():
 
 
 def test_exactly_the_tokens_beyond_the_bound_are_not_trained_on():
-    assembled = assemble([mixed_group()], 4, CONFIG)
+    assembled = assemble([mixed_group()], 4, config())
     masked, count = mask_stale(assembled, 2)
     assert count == 1
     for before, after in zip(assembled.microbatches, masked.microbatches, strict=True):
@@ -27,5 +27,5 @@ def test_exactly_the_tokens_beyond_the_bound_are_not_trained_on():
 
 
 def test_a_batch_within_the_bound_is_the_same_batch():
-    assembled = assemble([mixed_group()], 4, CONFIG)
+    assembled = assemble([mixed_group()], 4, config())
     assert mask_stale(assembled, 3) == (assembled, 0)
