@@ -4,7 +4,7 @@ RUN := runs/quickstart
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test test-slow lint clean
+.PHONY: help venv quickstart test test-slow test-faults soak lint clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -33,6 +33,12 @@ test: lint  ## the default suite: everything but the marked groups (about 8 minu
 
 test-slow: .venv/.installed  ## the slow group: whole runs, killed and resumed
 	$(BIN)/python -m pytest -m slow
+
+test-faults: .venv/.installed  ## the seeded part of the fault suite: kills, liars, broken connections
+	$(BIN)/python -m pytest -m faults
+
+soak: .venv/.installed  ## the whole fault suite (about an hour); writes docs/soak.md
+	$(BIN)/python -m tools.soak
 
 clean:  ## remove the environment and caches; runs/ stays
 	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -61,15 +61,15 @@ def _replay(config: RunConfig, arguments: argparse.Namespace) -> None:
     if arguments.batch is not None:
         paths = iter([arguments.batch])
     rows = {row["version"]: row for row in read_lines(arguments.folder / METRICS)}
-    for path, state, done in replayer.run(state, paths):
-        row = rows.get(state.version, {}) if arguments.batch is None else {}
+    for path, after, done in replayer.run(state, paths):
+        row = rows.get(after.version, {}) if arguments.batch is None else {}
         said = {
             "batch": path.name,
-            "version": state.version,
+            "version": after.version,
             "finite": done.finite,
             **{name: done.metrics[name] for name in ("loss", "grad_norm", "tokens")},
             **{f"run/{name}": row[name] for name in ("loss", "grad_norm") if name in row},
-            "parameters": digest(state),
+            "parameters": digest(after),
         }
         print(json.dumps(said), flush=True)
 

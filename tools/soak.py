@@ -1,6 +1,6 @@
 """The whole fault suite, for `make soak`: its record goes to docs/soak.md.
 
-    python -m tools.soak --folder runs/soak [--seed 0] [--part batch_wise bounded]
+python -m tools.soak --folder runs/soak [--seed 0] [--part batch_wise bounded]
 """
 
 import argparse
@@ -9,7 +9,7 @@ import json
 import platform
 from pathlib import Path
 
-from tests.system.chaos import Record, batch_wise, bounded, emptied
+from tests.system.chaos import batch_wise, bounded, emptied
 
 PAGE = Path(__file__).parents[1] / "docs" / "soak.md"
 
@@ -64,7 +64,7 @@ def page(found: dict[str, dict]) -> str:
 
 def _section(part: str, record: dict) -> list[str]:
     words = {
-        "batch_wise": "batch-wise: killed and resumed, the final parameters are those of the undisturbed run, bit for bit",
+        "batch_wise": "batch-wise: killed and resumed, it ends with the parameters of the undisturbed run, bit for bit",
         "bounded": "bounded: the ledger accounts for every prompt, none trained twice or lost, lag within its bound",
     }
     lines = [f"## {words[part]}", "", "| | |", "|---|---|"]

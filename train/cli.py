@@ -2,11 +2,12 @@
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-
-from rollout_bridge.errors import BridgeError
+from types import FrameType
+from typing import NoReturn
 
 RUNS = Path("runs")
 INTERRUPTED = 130
@@ -14,17 +15,38 @@ INTERRUPTED = 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code: 0 done, 1 an error that was said, 75 preempted, 130 interrupted."""
-    arguments = _parser().parse_args(argv)
     try:
-        arguments.run(arguments)
+        signal.signal(signal.SIGINT, _interrupted)
+        return _run(argv)
     except KeyboardInterrupt:
         _say("interrupted; the same command resumes from the newest checkpoint")
         return INTERRUPTED
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    # gRPC takes a third of a second to import: within `main`, an interruption meanwhile is said in one line, too.
+    from rollout_bridge.errors import BridgeError
+
+    arguments = _parser().parse_args(argv)
+    try:
+        arguments.run(arguments)
     except (ValueError, OSError, BridgeError) as error:
         # One clear line; the traceback of an error that we foresaw helps nobody.
         _say(f"error: {error}", *getattr(error, "__notes__", ()))
         return 1
     return 0
+
+
+def _interrupted(_signal: int, _frame: FrameType | None) -> None:
+    """The first Ctrl-C closes the run in order, the next one ends it: its cuts are whole at any moment."""
+    signal.signal(signal.SIGINT, _interrupted_again)
+    raise KeyboardInterrupt
+
+
+def _interrupted_again(_signal: int, _frame: FrameType | None) -> NoReturn:
+    _say("interrupted again; ended without closing, the same command resumes from the newest checkpoint")
+    sys.stderr.flush()
+    os._exit(INTERRUPTED)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -74,7 +74,8 @@ def serve_local(config: RunConfig, listen: str) -> None:
     problem = make_problem(config)
     engine = LocalEngine(problem.policy, _engine_config(config))
     stopped = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stopped.set())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopped.set())
     with contextlib.closing(engine), serve(engine, listen) as server:
         sys.stderr.write(f"sat-jax: serving on {server.address}, at no version until a trainer publishes one\n")
         while not stopped.wait(1.0):

@@ -17,9 +17,7 @@ def main() -> None:
     request = json.loads(sys.stdin.readline())
     model = request["model"]
     tensors = tuple(TensorSpec(name=t["name"], dtype=t["dtype"], shape=tuple(t["shape"])) for t in model["tensors"])
-    engine = FakeEngine(
-        ModelInfo(**{**model, "tensors": tensors}), seconds_per_token=request["seconds_per_token"]
-    )
+    engine = FakeEngine(ModelInfo(**{**model, "tensors": tensors}), seconds_per_token=request["seconds_per_token"])
     server = serve(engine, request["listen"])
     print(server.port, flush=True)
     for line in sys.stdin:

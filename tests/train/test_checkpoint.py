@@ -206,3 +206,23 @@ def test_damage_is_noticed(tmp_path, what):
         pytest.raises(ValueError, match="the file is damaged: delete that folder"),
     ):
         checkpoints.restore(make_state(), IDENTITY)
+
+
+def test_the_best_ones_are_kept_beside_the_newest(tmp_path):
+    cut = make_cut()
+    scores = {1: 0.2, 2: 0.9, 3: 0.1, 4: None, 5: 0.3, 6: 0.4}
+
+    def save(checkpoints, version):
+        state = dataclasses.replace(cut.state, version=version)
+        checkpoints.save(dataclasses.replace(cut, state=state, score=scores[version]))
+
+    with Checkpoints(tmp_path, keep=1, keep_best=1) as checkpoints:
+        for version in (1, 2, 3):
+            save(checkpoints, version)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]
+    with Checkpoints(tmp_path, keep=1, keep_best=1) as checkpoints:  # what is on disk is judged as well
+        for version in (4, 5, 6):
+            save(checkpoints, version)
+        assert checkpoints.latest() == 6
+        assert checkpoints.restore(make_state(seed=1), IDENTITY, 2).state.version == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "6"]

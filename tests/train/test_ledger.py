@@ -63,7 +63,7 @@ def test_no_prompt_goes_where_it_may_not(move, message):
 def test_books_that_do_not_add_up_are_an_error(wrong):
     right = LedgerState(next_ticket=5, out=(1,), buffered=(2,), attempts={1: 2}, trained=2, dropped={LATE: 1})
     assert Ledger(right).state() == right
-    with pytest.raises(ValueError, match="expected every prompt drawn in exactly one place.*a defect"):
+    with pytest.raises(ValueError, match=r"expected every prompt drawn in exactly one place.*a defect"):
         Ledger(dataclasses.replace(right, **wrong))
 
 

@@ -69,7 +69,9 @@ def test_a_replayed_step_is_the_step_that_was_made(tmp_path):
 def test_the_minibatches_of_a_batch_are_replayed_with_the_log_probs_of_its_start(tmp_path):
     paths = recorded(tmp_path)
     step, state, mesh = build("decoupled_ppo")
-    seen = [path for path, _, _ in replayer(step, mesh, minibatches=2, proximal=True).run(duplicate(state), iter(paths))]
+    seen = [
+        path for path, _, _ in replayer(step, mesh, minibatches=2, proximal=True).run(duplicate(state), iter(paths))
+    ]
     assert seen == paths
 
 

@@ -142,7 +142,7 @@ def test_a_token_of_the_future_is_an_error():
     admitted(buffer)
     buffer.put(make_group(0, version=1))
     buffer.put(make_group(1))
-    with pytest.raises(ValueError, match="group t0: expected tokens of at most version 0, got one of 1"):
+    with pytest.raises(ValueError, match=r"group t0: expected tokens of at most version 0, got one of 1"):
         buffer.take(2, 0)
     assert buffer.stats().trained == 0
 
@@ -155,7 +155,7 @@ def test_a_prompt_is_given_up_after_its_last_attempt():
     assert not buffer.late(1)
     stats = buffer.stats()
     assert (stats.dropped, stats.reasons, stats.reissued) == (1, {"late": 1}, 1)
-    with pytest.raises(ValueError, match="late t1: .* trained or dropped already"):
+    with pytest.raises(ValueError, match=r"late t1: .* trained or dropped already"):
         buffer.late(1)
 
 
