@@ -216,6 +216,8 @@ class _Siege:
         self._trainer: Trainer | None = None
         self._moved = time.monotonic()
         self._seen = -1
+        self._disk_full = False
+        self._events = 0  # lines before the present start
 
     def run(self, kills: int, faults: int) -> Record:
         began = time.monotonic()
@@ -246,6 +248,8 @@ class _Siege:
 
     def _start(self) -> None:
         self._record.starts += 1
+        self._disk_full = False
+        self._events = len(read_lines(self._folder / EVENTS))
         # Half of the starts live with a clock that jumps.
         self._trainer = Trainer(self._config, self._runs, self._cache, jumping_clock=self._record.starts % 2 == 0)
         self._moved = time.monotonic()
@@ -259,14 +263,25 @@ class _Siege:
         if code == 0:
             return False
         if code == 1:
-            events = read_lines(self._folder / EVENTS)
-            self._record.errors.append(next(e["text"] for e in reversed(events) if e["kind"] == "error"))
-        assert code in (1, 75, -signal.SIGKILL), f"exit code {code}: {self._trainer.output.read_text()[-3000:]}"
+            self._record.errors.append(self._named_error())
+        assert code in (1, 75, -signal.SIGKILL), f"exit code {code}: {self._output()}"
         # Versions only grow at an engine, and the run goes back to its cut.
         for engine in self._engines:
             engine.restart()
         self._start()
         return True
+
+    def _named_error(self) -> str:
+        """What the run said before it ended; a process that may not write says nothing."""
+        if self._disk_full:
+            return "(its disk was full)"
+        said = [event for event in read_lines(self._folder / EVENTS)[self._events :] if event["kind"] == "error"]
+        assert said, f"exit code 1 without an error: {self._output()}"
+        return said[-1]["text"]
+
+    def _output(self) -> str:
+        assert self._trainer is not None
+        return self._trainer.output.read_text(errors="replace")[-3000:]
 
     def _look(self) -> int:
         version = version_of(self._folder)
@@ -296,6 +311,7 @@ class _Siege:
             case "chunk corrupted":
                 engine.proxy.corrupt()
             case "disk full":
+                self._disk_full = True
                 self._trainer.fill_disk()
             case "preempted":
                 self._trainer.process.terminate()
