@@ -217,7 +217,7 @@ class _Siege:
         self._moved = time.monotonic()
         self._seen = -1
         self._disk_full = False
-        self._events = 0  # lines before the present start
+        self._errors = 0  # that the run had named before the present start
 
     def run(self, kills: int, faults: int) -> Record:
         began = time.monotonic()
@@ -249,7 +249,7 @@ class _Siege:
     def _start(self) -> None:
         self._record.starts += 1
         self._disk_full = False
-        self._events = len(read_lines(self._folder / EVENTS))
+        self._errors = len(self._named_errors())
         # Half of the starts live with a clock that jumps.
         self._trainer = Trainer(self._config, self._runs, self._cache, jumping_clock=self._record.starts % 2 == 0)
         self._moved = time.monotonic()
@@ -275,9 +275,12 @@ class _Siege:
         """What the run said before it ended; a process that may not write says nothing."""
         if self._disk_full:
             return "(its disk was full)"
-        said = [event for event in read_lines(self._folder / EVENTS)[self._events :] if event["kind"] == "error"]
+        said = self._named_errors()[self._errors :]
         assert said, f"exit code 1 without an error: {self._output()}"
-        return said[-1]["text"]
+        return said[-1]
+
+    def _named_errors(self) -> list[str]:
+        return [event["text"] for event in read_lines(self._folder / EVENTS) if event["kind"] == "error"]
 
     def _output(self) -> str:
         assert self._trainer is not None
