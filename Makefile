@@ -56,5 +56,11 @@ test-parity: .venv-parity/.installed  ## the policy against transformers, in an 
 test-sharded: .venv/.installed  ## whole optimizer steps on six meshes of eight fake devices
 	$(BIN)/python -m pytest -m sharded
 
+test-faults: .venv/.installed  ## the seeded part of the fault suite: kills, liars, broken connections
+	$(BIN)/python -m pytest -m faults
+
+soak: .venv/.installed  ## the whole fault suite (about an hour); writes docs/soak.md
+	$(BIN)/python -m tools.soak
+
 clean:  ## remove the environments and caches; runs/ stays
 	rm -rf .venv .venv-* build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,16 +1,22 @@
 """The locked container between collection and training; it counts every prompt in exactly one place.
 
 A drawn prompt is *out* (being sampled), *buffered* (its group is here), *trained* (its group was taken) or *dropped*
-(with a reason). Collection calls `draw`, `progress`, `put` and `fail`; training calls `take`, `wait`, `snapshot`.
+(with a reason). Collection calls `draw`, `progress`, `put` and `fail`; training calls `take`, `wait`, `snapshot`. This
+is the batch-wise one: groups come out in ticket order. The bounded mode's is `train.stream_buffer`.
 """
 
 import dataclasses
-import threading
-import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 from train.groups import Group
+from train.ledger import LATE, TOO_OLD, ZERO_STD, Ledger, LedgerEntry, LedgerState
+from train.waiting import Waiting
+
+REASONS: Mapping[str, str] = {
+    TOO_OLD: "dropped/too_old",
+    ZERO_STD: "dropped/zero_std",
+    LATE: "dropped/late",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,8 +29,10 @@ class BufferStats:
       buffered: of these, groups waiting to be trained on.
       trained: of these, groups handed to the trainer.
       dropped: of these, given up.
+      reissued: attempts that were thrown away and made again.
       tokens: sampled tokens in the buffered groups.
       waited: seconds that `take` and `wait` have blocked, in all.
+      reasons: dropped prompts by reason.
     """
 
     drawn: int
@@ -32,12 +40,39 @@ class BufferStats:
     buffered: int
     trained: int
     dropped: int
+    reissued: int
     tokens: int
     waited: float
+    reasons: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, ledger: Ledger, groups: Iterable[Group], waited: float) -> "BufferStats":
+        """Of checked books.
+
+        Raises:
+          ValueError: they do not add up.
+        """
+        ledger.check()
+        return cls(
+            drawn=ledger.next_ticket,
+            out=len(ledger.out),
+            buffered=len(ledger.buffered),
+            trained=ledger.trained,
+            dropped=ledger.dropped.total(),
+            reissued=ledger.reissued.total(),
+            tokens=sum(group.num_tokens for group in groups),
+            waited=waited,
+            reasons=dict(ledger.dropped),
+        )
 
     def metrics(self) -> dict[str, float]:
-        """As metrics, `buffer/...`."""
-        return {f"buffer/{field.name}": float(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        """As metrics, `buffer/...`, and `dropped/...` of the reasons that there were."""
+        counts = {
+            f"buffer/{field.name}": float(getattr(self, field.name))
+            for field in dataclasses.fields(self)
+            if field.name != "reasons"
+        }
+        return counts | {REASONS[reason]: float(n) for reason, n in self.reasons.items() if reason in REASONS}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,23 +80,14 @@ class BufferSnapshot:
     """What a checkpoint keeps of a buffer.
 
     Attributes:
-      next_ticket: the first prompt that has not been drawn.
-      groups: finished groups that have not been trained on, by ticket.
-      lost: drawn prompts without a group, by ticket: to be sampled again.
-      dropped: how many prompts were given up, by reason.
+      groups: finished groups that have not been trained on.
+      ledger: the books; its `out` prompts are to be sampled again.
+      entry: what moved since the last entry that was written down.
     """
 
-    next_ticket: int
-    groups: tuple[Group, ...]
-    lost: tuple[int, ...]
-    dropped: Mapping[str, int]
-
-    @classmethod
-    def at_frontier(cls, trained: int, next_ticket: int, groups: Iterable[Group]) -> "BufferSnapshot":
-        """Of a run that drops nothing, whose tickets below `trained` have been trained on."""
-        kept = tuple(sorted(groups, key=lambda group: group.ticket))
-        lost = set(range(trained, next_ticket)) - {group.ticket for group in kept}
-        return cls(next_ticket=next_ticket, groups=kept, lost=tuple(sorted(lost)), dropped={})
+    groups: tuple[Group, ...] = ()
+    ledger: LedgerState = dataclasses.field(default_factory=LedgerState)
+    entry: LedgerEntry = dataclasses.field(default_factory=LedgerEntry)
 
 
 class Buffer:
@@ -76,19 +102,12 @@ class Buffer:
           describe: says how the engines are, for that error.
         """
         self._max_lag = max_lag
-        self._deadline = deadline
         self._describe = describe
-        self._changed = threading.Condition()
+        self._waiting = Waiting(deadline)
         self._groups: dict[int, Group] = {}
-        self._out: set[int] = set()
         self._skipped: set[int] = set()  # dropped tickets that `take` has not passed yet
-        self._dropped: Counter[str] = Counter()
-        self._next_ticket = 0
+        self._ledger = Ledger()
         self._next_taken = 0
-        self._trained = 0
-        self._waited = 0.0
-        self._last_progress = time.monotonic()
-        self._error: BaseException | None = None
 
     def draw(self, tickets: Iterable[int]) -> None:
         """Marks prompts as being sampled, in ticket order without gaps.
@@ -96,18 +115,17 @@ class Buffer:
         Raises:
           ValueError: a ticket is not the next one.
         """
-        with self._changed:
+        with self._waiting.changed:
             for ticket in tickets:
-                if ticket != self._next_ticket:
-                    raise ValueError(f"draw: expected ticket {self._next_ticket}, got {ticket}")
-                self._out.add(ticket)
-                self._next_ticket += 1
-            self._note_progress()
+                if ticket != self._ledger.next_ticket:
+                    raise ValueError(f"draw: expected ticket {self._ledger.next_ticket}, got {ticket}")
+                self._ledger.draw()
+            self._waiting.note()
 
     def progress(self) -> None:
         """Something arrived: the deadline of whoever waits starts anew."""
-        with self._changed:
-            self._note_progress()
+        with self._waiting.changed:
+            self._waiting.note()
 
     def put(self, group: Group) -> None:
         """Takes in a finished group.
@@ -115,15 +133,10 @@ class Buffer:
         Raises:
           ValueError: its prompt is not being sampled (a duplicate, or never drawn).
         """
-        with self._changed:
-            if group.ticket not in self._out:
-                raise ValueError(
-                    f"group t{group.ticket}: expected a prompt that is being sampled, got one that is "
-                    f"{self._whereabouts(group.ticket)}"
-                )
-            self._out.remove(group.ticket)
+        with self._waiting.changed:
+            self._ledger.finish(group.ticket)
             self._groups[group.ticket] = group
-            self._note_progress()
+            self._waiting.note()
 
     def drop(self, ticket: int, reason: str) -> None:
         """Gives up a prompt that is out or buffered; `take` passes over it.
@@ -131,23 +144,15 @@ class Buffer:
         Raises:
           ValueError: it is neither.
         """
-        with self._changed:
-            if ticket not in self._out and ticket not in self._groups:
-                raise ValueError(
-                    f"drop of t{ticket}: expected a prompt that is out or buffered, got one that is "
-                    f"{self._whereabouts(ticket)}"
-                )
-            self._out.discard(ticket)
+        with self._waiting.changed:
+            self._ledger.drop(ticket, reason)
             self._groups.pop(ticket, None)
             self._skipped.add(ticket)
-            self._dropped[reason] += 1
-            self._note_progress()
+            self._waiting.note()
 
     def fail(self, error: BaseException) -> None:
         """Collection has stopped: every present and later wait raises this error."""
-        with self._changed:
-            self._error = self._error or error
-            self._changed.notify_all()
+        self._waiting.fail(error)
 
     def take(self, n: int, version: int) -> list[Group]:
         """Waits for the next `n` groups in ticket order and hands them over.
@@ -161,17 +166,17 @@ class Buffer:
           TimeoutError: nothing arrived for the deadline.
           BaseException: what `fail` was given.
         """
-        with self._changed:
+        with self._waiting.changed:
             self._wait_for(lambda: self._next_tickets(n), version)
             tickets = self._next_tickets(n)
             groups = [self._groups[ticket] for ticket in tickets]
             for group in groups:
-                self._check_fresh(group, version)
+                check_fresh(group, version, self._max_lag)
+            self._ledger.train(tickets)
             for ticket in tickets:
                 del self._groups[ticket]
             self._skipped -= set(range(self._next_taken, tickets[-1] + 1))
             self._next_taken = tickets[-1] + 1
-            self._trained += n
             return groups
 
     def wait(self, tickets: Iterable[int]) -> None:
@@ -181,55 +186,46 @@ class Buffer:
           TimeoutError, BaseException: as `take`.
         """
         wanted = list(tickets)
-        with self._changed:
+        with self._waiting.changed:
             self._wait_for(lambda: wanted, None)
 
     def stats(self) -> BufferStats:
-        """The present counts."""
-        with self._changed:
-            stats = BufferStats(
-                drawn=self._next_ticket,
-                out=len(self._out),
-                buffered=len(self._groups),
-                trained=self._trained,
-                dropped=self._dropped.total(),
-                tokens=sum(group.num_tokens for group in self._groups.values()),
-                waited=self._waited,
-            )
-        assert stats.drawn == stats.out + stats.buffered + stats.trained + stats.dropped, f"lost a prompt: {stats}"
-        return stats
+        """The present counts.
+
+        Raises:
+          ValueError: a prompt is nowhere, or in two places.
+        """
+        with self._waiting.changed:
+            return BufferStats.of(self._ledger, self._groups.values(), self._waiting.waited)
+
+    def entry(self) -> LedgerEntry:
+        """What moved since the last call, and since the last snapshot."""
+        with self._waiting.changed:
+            return self._ledger.entry()
 
     def snapshot(self) -> BufferSnapshot:
         """What has to be kept so that no prompt is lost and none is trained on twice."""
-        with self._changed:
+        with self._waiting.changed:
             return BufferSnapshot(
-                next_ticket=self._next_ticket,
                 groups=tuple(self._groups[ticket] for ticket in sorted(self._groups)),
-                lost=tuple(sorted(self._out)),
-                dropped=dict(self._dropped),
+                ledger=self._ledger.state(),
+                entry=self._ledger.entry(),
             )
 
     def restore(self, snapshot: BufferSnapshot) -> None:
-        """Makes a new buffer what the snapshot was of; its `lost` prompts are out again, for the caller to request.
+        """Makes a new buffer what the snapshot was of; its `out` prompts are out again, for the caller to request.
 
         Raises:
-          ValueError: this buffer has been used.
+          ValueError: this buffer has been used, or the snapshot's books and groups differ.
         """
-        with self._changed:
-            if self._next_ticket:
-                raise ValueError(
-                    f"restore: expected a buffer that is new, got one that drew {self._next_ticket} prompts"
-                )
+        with self._waiting.changed:
+            self._ledger = restored(self._ledger, snapshot)
             self._groups = {group.ticket: group for group in snapshot.groups}
-            self._out = set(snapshot.lost)
-            self._dropped = Counter(snapshot.dropped)
-            self._next_ticket = snapshot.next_ticket
-            open_tickets = self._out | self._groups.keys()
-            self._next_taken = min(open_tickets, default=self._next_ticket)
+            open_tickets = self._ledger.out | self._ledger.buffered
+            self._next_taken = min(open_tickets, default=self._ledger.next_ticket)
             # A dropped prompt between open ones has no other trace: it is every ticket that is not open.
-            self._skipped = set(range(self._next_taken, self._next_ticket)) - open_tickets
-            self._trained = self._next_ticket - len(open_tickets) - self._dropped.total()
-            self._note_progress()
+            self._skipped = set(range(self._next_taken, self._ledger.next_ticket)) - open_tickets
+            self._waiting.note()
 
     def _next_tickets(self, n: int) -> list[int]:
         """The tickets that the next `take(n)` hands over, drawn or not."""
@@ -243,47 +239,49 @@ class Buffer:
 
     def _wait_for(self, wanted: Callable[[], list[int]], version: int | None) -> None:
         """Blocks until every wanted ticket is neither out nor undrawn; the lock is held."""
-        began = time.monotonic()
-        self._last_progress = max(self._last_progress, began)
-        try:
-            while True:
-                if self._error is not None:
-                    raise self._error
-                missing = [t for t in wanted() if t in self._out or t >= self._next_ticket]
-                if not missing:
-                    return
-                left = self._last_progress + self._deadline - time.monotonic()
-                if left <= 0:
-                    raise TimeoutError(self._late(wanted(), missing, version))
-                self._changed.wait(left)
-        finally:
-            self._waited += time.monotonic() - began
+
+        def missing() -> list[int]:
+            return [t for t in wanted() if t in self._ledger.out or t >= self._ledger.next_ticket]
+
+        self._waiting.until(lambda: not missing(), lambda: self._late(wanted(), missing(), version))
 
     def _late(self, wanted: list[int], missing: list[int], version: int | None) -> str:
         step = "" if version is None else f" of step {version}"
-        undrawn = sum(ticket >= self._next_ticket for ticket in missing)
+        undrawn = sum(ticket >= self._ledger.next_ticket for ticket in missing)
         unasked = f" ({undrawn} were never requested)" if undrawn else ""
         return (
-            f"groups {wanted[0]}..{wanted[-1]}{step}: expected them within {self._deadline:g} s of the last completion"
-            f", got {len(wanted) - len(missing)} of {len(wanted)}, first missing t{missing[0]}{unasked}; "
+            f"groups {wanted[0]}..{wanted[-1]}{step}: expected them within {self._waiting.deadline:g} s of the last "
+            f"completion, got {len(wanted) - len(missing)} of {len(wanted)}, first missing t{missing[0]}{unasked}; "
             f"engines: {self._describe()}; look there, or raise rollout.deadline"
         )
 
-    def _check_fresh(self, group: Group, version: int) -> None:
-        oldest, newest = group.oldest_version, group.newest_version
-        if newest > version or version - oldest > self._max_lag:
-            raise ValueError(
-                f"group t{group.ticket}: expected tokens of versions {max(version - self._max_lag, 0)} to {version}, "
-                f"got {oldest} to {newest}"
-            )
 
-    def _whereabouts(self, ticket: int) -> str:
-        if ticket >= self._next_ticket:
-            return "not drawn yet"
-        if ticket in self._out:
-            return "being sampled"
-        return "buffered already" if ticket in self._groups else "trained or dropped already"
+def check_fresh(group: Group, version: int, max_lag: int) -> None:
+    """A group may be used by a trainer at `version`.
 
-    def _note_progress(self) -> None:
-        self._last_progress = time.monotonic()
-        self._changed.notify_all()
+    Raises:
+      ValueError: a token is older than max_lag, or newer than the trainer.
+    """
+    oldest, newest = group.oldest_version, group.newest_version
+    if newest > version or version - oldest > max_lag:
+        raise ValueError(
+            f"group t{group.ticket}: expected tokens of versions {max(version - max_lag, 0)} to {version}, "
+            f"got {oldest} to {newest}"
+        )
+
+
+def restored(unused: Ledger, snapshot: BufferSnapshot) -> Ledger:
+    """The books of a snapshot, in place of those of a buffer that is new.
+
+    Raises:
+      ValueError: the buffer has been used, or the snapshot's books and groups differ.
+    """
+    if unused.next_ticket:
+        raise ValueError(f"restore: expected a buffer that is new, got one that drew {unused.next_ticket} prompts")
+    tickets = sorted(group.ticket for group in snapshot.groups)
+    if tickets != list(snapshot.ledger.buffered):
+        raise ValueError(
+            f"restore: expected the groups that the ledger counts as buffered, {list(snapshot.ledger.buffered)}, "
+            f"got {tickets}"
+        )
+    return Ledger(snapshot.ledger)

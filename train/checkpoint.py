@@ -1,8 +1,9 @@
 """The cut: everything that a run needs to go on as if it had not stopped, saved atomically by Orbax.
 
-A batch-wise cut is taken at a window's edge. It holds the parameters and the optimizer state, the finished groups of
-the window that comes next (they were sampled by weights that no longer exist), and the next ticket, from which every
-later prompt, seed and key follows.
+A cut is taken at the trained frontier: what it counts as trained is in its parameters. It holds the parameters and the
+optimizer state, the finished groups that wait (they were sampled by weights that no longer exist), and the ledger: the
+next ticket, from which every later prompt, seed and key follows, and the prompts that are out with their attempts. A
+batch-wise cut is taken at a window's edge, where nothing is out.
 """
 
 import dataclasses
@@ -19,12 +20,15 @@ import numpy as np
 import orbax.checkpoint as ocp
 import xxhash
 from etils import epath
+from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from train.buffer import BufferSnapshot
 from train.groups import from_bytes, to_bytes
+from train.ledger import LedgerState
 from train.state import TrainState
 
-_FORMAT = 2
+_FORMAT = 3
+_SCORE = "score"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,30 +50,34 @@ class Cut:
       state: parameters, optimizer state, version.
       buffer: finished groups that have not been trained on, and the data cursor.
       counters: numbers that go on over a restart, by name (the evaluation before the run, say).
+      score: how good it is, higher is better, for `keep_best`; None = never among the best.
     """
 
     identity: Identity
     state: TrainState
     buffer: BufferSnapshot
     counters: Mapping[str, float]
+    score: float | None = None
 
 
 class Checkpoints:
     """The cuts of one run folder. A context manager; one process at a time."""
 
-    def __init__(self, folder: Path, keep: int, *, read_only: bool = False) -> None:
+    def __init__(self, folder: Path, keep: int, *, keep_best: int = 0, read_only: bool = False) -> None:
         """Opens the folder; remains of broken saves are removed and never count.
 
         Args:
           folder: `<run>/checkpoints`.
           keep: how many of the newest cuts stay.
+          keep_best: how many of those with the highest score stay beside them.
           read_only: change nothing there; a run in progress may be saving.
         """
         self._folder = folder
         if not read_only:
             _remove_partials(folder, "*")
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=None if read_only else keep,
+            preservation_policy=_preserved(keep, keep_best, read_only=read_only),
+            best_fn=_score if keep_best and not read_only else None,
             enable_async_checkpointing=False,
             # Ours, above: Orbax does it in a thread that may still be at work when the first save begins.
             cleanup_tmp_directories=False,
@@ -105,9 +113,7 @@ class Checkpoints:
             "format": _FORMAT,
             "version": version,
             "identity": dataclasses.asdict(cut.identity),
-            "next_ticket": cut.buffer.next_ticket,
-            "lost": list(cut.buffer.lost),
-            "dropped": dict(cut.buffer.dropped),
+            "ledger": dataclasses.asdict(cut.buffer.ledger),
             "groups": {"bytes": packed.size, "digest": xxhash.xxh3_128_hexdigest(packed.tobytes())},
             "arrays": {name: _digest(array) for name, array in arrays.items()},
             "counters": dict(cut.counters),
@@ -118,7 +124,8 @@ class Checkpoints:
             meta=ocp.args.JsonSave(meta),
         )
         try:
-            self._manager.save(version, args=items, force=True)
+            metrics = None if cut.score is None else {_SCORE: float(cut.score)}
+            self._manager.save(version, args=items, metrics=metrics, force=True)
             self._manager.wait_until_finished()
         except Exception as error:
             # Other threads of Orbax may still be writing there: they fail one by one.
@@ -142,17 +149,18 @@ class Checkpoints:
         if version is not None:
             self._check(version, self._restore(version, meta=ocp.args.JsonRestore())["meta"], identity, but)
 
-    def restore(self, template: TrainState, identity: Identity) -> Cut | None:
+    def restore(self, template: TrainState, identity: Identity, version: int | None = None) -> Cut | None:
         """The newest cut, or None when there is none.
 
         Args:
           identity: of the run that wants it.
           template: a state of this run's structure, for shapes, types and shardings.
+          version: of another cut that is kept, in place of the newest.
 
         Raises:
           ValueError: the cut is of another model, tokenizer, data set or reference, or is damaged.
         """
-        version = self.latest()
+        version = self.latest() if version is None else version
         if version is None:
             return None
         meta = self._restore(version, meta=ocp.args.JsonRestore())["meta"]
@@ -182,10 +190,8 @@ class Checkpoints:
             identity=identity,
             state=unflatten(template, found["state"], version),
             buffer=BufferSnapshot(
-                next_ticket=meta["next_ticket"],
                 groups=tuple(from_bytes(blob)),
-                lost=tuple(meta["lost"]),
-                dropped=meta["dropped"],
+                ledger=read_ledger(meta),
             ),
             counters=meta["counters"],
         )
@@ -210,6 +216,20 @@ class Checkpoints:
                     f"({found or 'none'}) in {self._folder}; give this run its own name (--set name=...) or restore "
                     f"the settings that the checkpoint was made with"
                 )
+
+
+def _score(metrics: Any) -> float:
+    return float(metrics[_SCORE])
+
+
+def _preserved(keep: int, keep_best: int, *, read_only: bool) -> preservation_policy.PreservationPolicy:
+    if read_only:
+        return preservation_policy.PreserveAll()
+    newest = preservation_policy.LatestN(keep)
+    if not keep_best:
+        return newest
+    best = preservation_policy.BestN(get_metric_fn=_score, n=keep_best, keep_checkpoints_without_metrics=False)
+    return preservation_policy.AnyPreservationPolicy([newest, best])
 
 
 def flatten(state: TrainState) -> dict[str, jax.Array]:
@@ -287,3 +307,17 @@ def parameter_reader(folder: Path, version: int) -> Callable[[tuple[str, ...]], 
         return array
 
     return read
+
+
+def read_ledger(meta: Mapping[str, Any]) -> LedgerState:
+    """The books of a cut, from what `read_meta` gives."""
+    fields = meta["ledger"]
+    return LedgerState(
+        next_ticket=fields["next_ticket"],
+        out=tuple(fields["out"]),
+        buffered=tuple(fields["buffered"]),
+        attempts={int(ticket): attempt for ticket, attempt in fields["attempts"].items()},  # JSON's keys are strings
+        trained=fields["trained"],
+        dropped=fields["dropped"],
+        reissued=fields["reissued"],
+    )

@@ -3,12 +3,13 @@
 import contextlib
 import dataclasses
 import fcntl
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from train.config import RunConfig, load, to_toml
 from train.run_folder import CHECKPOINTS, CONFIG, write_atomic
+from train.strict_toml import nearest
 
 _LOCK = "lock"
 # What may differ when a run is resumed: where and how often, never what is computed.
@@ -20,12 +21,19 @@ _HARMLESS = (
     "rollout.listen",
     "rollout.deadline",
     "rollout.chunk_bytes",
+    "schedule.request_deadline",
+    "watchdog.",
 )
 
 
 @contextlib.contextmanager
-def claim(folder: Path, config: RunConfig) -> Iterator[None]:
+def claim(folder: Path, config: RunConfig, allowed: Sequence[str] = ()) -> Iterator[None]:
     """Holds the folder for this process; writes the resolved config, or checks that it is that of the run.
+
+    Args:
+      folder: of the run.
+      config: to run or resume.
+      allowed: dotted keys, or sections, that may differ from those of the run that is there.
 
     Raises:
       ValueError: another process holds it, or it holds a run of another config; the differing keys are named.
@@ -40,24 +48,33 @@ def claim(folder: Path, config: RunConfig) -> Iterator[None]:
                     f"{folder}: expected the {CONFIG} of the run whose checkpoints are there, got none; put it back, "
                     "or set the folder aside (--fresh)"
                 )
-            _check_same(folder, load(path), config)
+            _check_same(folder, load(path), config, allowed)
         write_atomic(path, to_toml(config))
         yield
 
 
-def _check_same(folder: Path, found: RunConfig, config: RunConfig) -> None:
+def _check_same(folder: Path, found: RunConfig, config: RunConfig, allowed: Sequence[str]) -> None:
     before, now = _flat(found), _flat(config)
+    for key in allowed:
+        if not any(_within(known, key) for known in now):
+            raise ValueError(f"--allow-changed {key}: expected a key or section of the config; {nearest(key, now)}")
     changed = [
         f"{key} = {before.get(key)!r} there, {now.get(key)!r} here"
         for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and not key.startswith(_HARMLESS)
+        if before.get(key) != now.get(key)
+        and not key.startswith(_HARMLESS)
+        and not any(_within(key, name) for name in allowed)
     ]
     if changed:
         raise ValueError(
             f"{folder}: expected the config of the run that is in it, got another: {'; '.join(changed)}; resume it "
-            f"with its own ({folder / CONFIG}), give this run a name of its own (--set name=...), or set the "
-            "old one aside (--fresh)"
+            f"with its own ({folder / CONFIG}), give this run a name of its own (--set name=...), set the "
+            "old one aside (--fresh), or go on with the change on purpose (--allow-changed KEY)"
         )
+
+
+def _within(key: str, name: str) -> bool:
+    return key == name or key.startswith(f"{name}.")
 
 
 def _flat(config: Any, prefix: str = "") -> dict[str, Any]:

@@ -7,27 +7,46 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-
-from rollout_bridge.errors import BridgeError
+from typing import NoReturn
 
 RUNS = Path("runs")
-PREEMPTED = 75  # EX_TEMPFAIL: start the same command again
 INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code: 0 done, 1 an error that was said, 75 preempted, 130 interrupted."""
-    arguments = _parser().parse_args(argv)
     try:
-        arguments.run(arguments)
+        signal.signal(signal.SIGINT, _interrupted)
+        return _run(argv)
     except KeyboardInterrupt:
         _say("interrupted; the same command resumes from the newest checkpoint")
         return INTERRUPTED
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    # gRPC takes a third of a second to import: within `main`, an interruption meanwhile is said in one line, too.
+    from rollout_bridge.errors import BridgeError
+
+    arguments = _parser().parse_args(argv)
+    try:
+        arguments.run(arguments)
     except (ValueError, OSError, BridgeError) as error:
         # One clear line; the traceback of an error that we foresaw helps nobody.
         _say(f"error: {error}", *getattr(error, "__notes__", ()))
         return 1
     return 0
+
+
+def _interrupted(_signal: int, _frame: FrameType | None) -> None:
+    """The first Ctrl-C closes the run in order, the next one ends it: its cuts are whole at any moment."""
+    signal.signal(signal.SIGINT, _interrupted_again)
+    raise KeyboardInterrupt
+
+
+def _interrupted_again(_signal: int, _frame: FrameType | None) -> NoReturn:
+    _say("interrupted again; ended without closing, the same command resumes from the newest checkpoint")
+    sys.stderr.flush()
+    os._exit(INTERRUPTED)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -37,6 +56,14 @@ def _parser() -> argparse.ArgumentParser:
     _config_arguments(train)
     train.add_argument("--fresh", action="store_true", help="set a run of this name aside and begin anew")
     train.add_argument("--quiet", action="store_true", help="no console display; the files are written all the same")
+    train.add_argument("--record", action="store_true", help="save every step's batch, for tools/replay_batch.py")
+    train.add_argument(
+        "--allow-changed",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="resume although this key of the config (or a whole section) was changed; repeatable",
+    )
     train.set_defaults(run=_train)
     serve = verbs.add_parser("serve", help="serve a config's policy with the local engine, for a trainer elsewhere")
     _config_arguments(serve)
@@ -104,14 +131,21 @@ def _train(arguments: argparse.Namespace) -> None:
     from train.claim import claim, set_aside
     from train.config import load
     from train.loop import train
+    from train.preemption import Preempted, Preemption
+    from train.run import Options
 
-    signal.signal(signal.SIGTERM, _preempted)
+    preemption = Preemption()
+    preemption.install()
     config = load(arguments.config, arguments.overrides)
     folder = arguments.runs / config.name
     if arguments.fresh and (aside := set_aside(folder)) is not None:
         _say(f"the run that was in {folder} is now in {aside}")
-    with claim(folder, config):
-        train(config, folder, console=not arguments.quiet)
+    try:
+        with claim(folder, config, arguments.allow_changed):
+            train(config, folder, Options(console=not arguments.quiet, record=arguments.record, preemption=preemption))
+    except Preempted:
+        _say("preempted; the same command resumes from the newest checkpoint")
+        raise
     _say(f"done: {folder / 'report.html'} explains the run")
 
 
@@ -166,11 +200,6 @@ def _xla_flags(threads: int, devices: int) -> str:
     if threads == 1:
         flags.append("--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1")
     return " ".join(flag for flag in flags if flag)
-
-
-def _preempted(_signal: int, _frame: FrameType | None) -> None:
-    _say("preempted; the same command resumes from the newest checkpoint")
-    raise SystemExit(PREEMPTED)
 
 
 def _say(*lines: str) -> None:

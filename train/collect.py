@@ -71,8 +71,8 @@ class _Job:
 
 
 @dataclasses.dataclass(slots=True)
-class _Open:
-    """A prompt that is being sampled, and what has come of it."""
+class OpenPrompt:
+    """A prompt that is being sampled, and what has come of it, by member."""
 
     prompt: Prompt
     completions: dict[int, Completion]
@@ -159,12 +159,12 @@ class Collector:
                 self._buffer.fail(error)
 
     def _collect(self, job: _Job) -> None:
-        pending: dict[str, tuple[int, _Open]] = {}
+        pending: dict[str, tuple[int, OpenPrompt]] = {}
         requests = []
         for ticket in job.tickets:
             prompt = self._data[ticket]
             request_id = f"t{ticket}"
-            pending[request_id] = (ticket, _Open(prompt, {}, {}))
+            pending[request_id] = (ticket, OpenPrompt(prompt, {}, {}))
             requests.append(
                 SampleRequest(
                     request_id=request_id,
@@ -186,7 +186,7 @@ class Collector:
                 f"{len(opened.completions)} of {request_id} and {len(pending)} prompts unfinished when the fleet ended"
             )
 
-    def _receive(self, completion: Completion, version: int | None, pending: dict[str, tuple[int, _Open]]) -> None:
+    def _receive(self, completion: Completion, version: int | None, pending: dict[str, tuple[int, OpenPrompt]]) -> None:
         """Takes in one completion; the last of its group makes the group."""
         where = f"completion {completion.request_id}/{completion.member} of engine {completion.engine_id}"
         self._check(completion, version, where)
@@ -203,24 +203,34 @@ class Collector:
         self._newest = (*self._newest, shown)[-self._settings.shown :]
         if len(opened.completions) == size:
             del pending[completion.request_id]
-            self._buffer.put(_group(ticket, opened))
+            self._buffer.put(group_of(ticket, opened))
 
     def _check(self, completion: Completion, version: int | None, where: str) -> None:
-        if completion.finish is Finish.ABORT or not len(completion.tokens):
-            raise ValueError(
-                f"{where}: expected a whole completion, got {len(completion.tokens)} tokens that ended by "
-                f"{completion.finish.value}"
-            )
-        stopped = int(completion.tokens[-1]) in self._settings.stop_ids
-        if stopped != (completion.finish is Finish.STOP):
-            raise ValueError(
-                f"{where}: expected to end by stop exactly when its last token is one of {self._settings.stop_ids}, "
-                f"got {completion.finish.value} after token {int(completion.tokens[-1])}; check prompt.stop"
-            )
+        check_completion(completion, self._settings.stop_ids)
         if version is not None and (completion.version != version).any():
             raise ValueError(
                 f"{where}: expected every token of version {version}, got {np.unique(completion.version).tolist()}"
             )
+
+
+def check_completion(completion: Completion, stop_ids: tuple[int, ...]) -> None:
+    """A completion that the fleet calls whole is.
+
+    Raises:
+      ValueError: it is empty or cut off, or its end is not what its last token says.
+    """
+    where = f"completion {completion.request_id}/{completion.member} of engine {completion.engine_id}"
+    if completion.finish is Finish.ABORT or not len(completion.tokens):
+        raise ValueError(
+            f"{where}: expected a whole completion, got {len(completion.tokens)} tokens that ended by "
+            f"{completion.finish.value}"
+        )
+    stopped = int(completion.tokens[-1]) in stop_ids
+    if stopped != (completion.finish is Finish.STOP):
+        raise ValueError(
+            f"{where}: expected to end by stop exactly when its last token is one of {stop_ids}, "
+            f"got {completion.finish.value} after token {int(completion.tokens[-1])}; check prompt.stop"
+        )
 
 
 def to_attempt(ticket: int, prompt: Prompt, completion: Completion, tokenizer: Tokenizer) -> Attempt:
@@ -237,7 +247,8 @@ def to_attempt(ticket: int, prompt: Prompt, completion: Completion, tokenizer: T
     )
 
 
-def _group(ticket: int, opened: _Open) -> Group:
+def group_of(ticket: int, opened: OpenPrompt) -> Group:
+    """The group of a prompt whose members are all there."""
     members = sorted(opened.completions)
     return Group(
         ticket=ticket,

@@ -22,8 +22,9 @@ from train.sections import (
     PolicySection,
     RolloutConfig,
     SamplingConfig,
+    WatchdogConfig,
 )
-from train.staleness import Schedule, ScheduleConfig
+from train.staleness import BoundedSchedule, Schedule, ScheduleConfig
 from train.state import OptimConfig
 from train.strict_toml import Range, apply_overrides, check_fields, dump, read_file, read_table
 from train.tokenizer import TokenizerConfig
@@ -42,7 +43,7 @@ class RunConfig:
       steps: optimizer steps after the warm start.
       reward: the verifier.
       schedule, data, tokenizer, prompt, policy, sampling, batch, objective, optim, warm_start, rollout, checkpoint,
-        eval, alarms, mesh: the sections.
+        eval, alarms, mesh, watchdog: the sections.
 
     Raises:
       ValueError: settings that do not go together.
@@ -67,6 +68,7 @@ class RunConfig:
     eval: EvalConfig
     alarms: AlarmsConfig
     mesh: MeshConfig
+    watchdog: WatchdogConfig = dataclasses.field(default_factory=WatchdogConfig)
 
     def __post_init__(self) -> None:
         check_fields(self, "")
@@ -92,8 +94,16 @@ class RunConfig:
             )
 
     @property
-    def plan(self) -> Schedule:
+    def plan(self) -> Schedule | BoundedSchedule:
         """The run's schedule, as arithmetic."""
+        if self.schedule.mode == "bounded":
+            return BoundedSchedule(
+                max_lag=self.schedule.max_lag,
+                publish_every=self.schedule.publish_every,
+                steps=self.steps,
+                groups_per_step=self.batch.groups_per_step,
+                minibatches=self.batch.minibatches,
+            )
         return Schedule(
             lag=self.schedule.lag,
             steps=self.steps,

@@ -201,6 +201,7 @@ class LocalEngineProcess:
             return
         if process.poll() is None:
             process.terminate()
+            process.send_signal(signal.SIGCONT)  # one that is stopped would not hear of it
             try:
                 process.wait(_STOP_SECONDS)
             except subprocess.TimeoutExpired:

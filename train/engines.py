@@ -61,7 +61,7 @@ def attach_fleet(
             endpoints = (process.endpoint,)
         options = FleetOptions(
             client=ClientOptions(chunk_bytes=config.rollout.chunk_bytes, security=_security(config.rollout)),
-            progress_seconds=config.rollout.deadline,
+            progress_seconds=_progress_seconds(config),
             on_lost=None if process is None else lambda _endpoint: _restart(process, on_event),
             on_event=on_event,
         )
@@ -86,12 +86,20 @@ def serve_local(config: RunConfig, listen: str) -> None:
     problem = make_problem(config)
     engine = LocalEngine(problem.policy, _engine_config(config))
     stopped = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stopped.set())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopped.set())
     with contextlib.closing(engine), serve(engine, listen) as server:
         sys.stderr.write(f"sat-jax: serving on {server.address}, at no version until a trainer publishes one\n")
         while not stopped.wait(1.0):
             if engine.failure is not None:
                 raise Fatal(f"local engine: expected its thread to run, got {engine.failure!r}") from engine.failure
+
+
+def _progress_seconds(config: RunConfig) -> float:
+    """How long a call may go without a completion. Bounded, a call is one prompt, which is then asked for elsewhere."""
+    if config.schedule.mode == "bounded":
+        return min(config.schedule.request_deadline, config.rollout.deadline)
+    return config.rollout.deadline
 
 
 def _engine_config(config: RunConfig) -> LocalEngineConfig:

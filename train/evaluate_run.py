@@ -8,7 +8,6 @@ from rich.console import Console
 from rich.table import Table
 
 from sat_jax.mesh import make_mesh
-from train.buffer import Buffer
 from train.checkpoint import Checkpoints
 from train.config import load
 from train.engines import attach_fleet
@@ -40,8 +39,7 @@ def evaluate_run(folder: Path, *, as_json: bool) -> Evaluation:
     if start is None:
         raise ValueError(f"{folder}: expected a checkpoint, got none; let the run reach its first one")
     with attach_fleet(config, problem, folder, on_event=lambda _kind, _text: None) as engines:
-        buffer = Buffer(max_lag=0, deadline=config.rollout.deadline)
-        publisher = make_publisher(config, problem, start.graph, engines.fleet, buffer)
+        publisher = make_publisher(config, problem, start.graph, engines.fleet)
         publisher.start(start.cut.state, on_committed=lambda _version: None)
         publisher.finish()
         result = evaluate_held_out(config, problem, engines.fleet)

@@ -152,6 +152,11 @@ class Publisher:
         self._error: BaseException | None = None
         self._last: Published | None = None
 
+    @property
+    def busy(self) -> bool:
+        """Whether a push is under way: `start` would wait for it."""
+        return self._thread is not None and self._thread.is_alive()
+
     def start(self, state: TrainState, on_committed: Callable[[int], None]) -> None:
         """Begins to publish this version; an earlier push is finished first.
 

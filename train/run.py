@@ -22,22 +22,26 @@ from sat_jax.mesh import make_mesh
 from sat_jax.model import PolicyConfig
 from train.alarms import too_few_sequences
 from train.assemble import AssembleConfig, AssembleStats, assemble, place
-from train.buffer import Buffer
 from train.checkpoint import Checkpoints, Cut, Identity
-from train.collect import Collector
 from train.compiles import CompileCounter
 from train.config import RunConfig
 from train.engines import attach_fleet
+from train.flow import BatchWise, Flow, open_flow
+from train.freshness import mask_stale
 from train.groups import Group
+from train.ledger_log import LedgerLog
+from train.preemption import Preemption
 from train.publish import Publisher
+from train.recording import save_batch
 from train.reference import Reference
 from train.report import Report
 from train.run_folder import SUMMARY, read_json
 from train.setup import Problem, assembly, evaluate_held_out, header, make_problem, make_publisher
-from train.staleness import Schedule
+from train.staleness import BoundedSchedule, Schedule
 from train.start import start_or_restore
 from train.state import TrainState
-from train.step import Batch, Step, StepReport, host_batch
+from train.step import Batch, Step, StepReport
+from train.watchdog import Watchdog
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,11 +53,13 @@ class Minibatch:
       stats: what is in it.
       prox_logps: log-probs of every microbatch before the first step of the batch that this is a part of, nats; None
         where the objective does without.
+      masked: tokens that were too old and are not trained on.
     """
 
     batch: Batch
     stats: AssembleStats
     prox_logps: tuple[jax.Array, ...] | None
+    masked: int = 0
 
 
 @dataclasses.dataclass
@@ -69,16 +75,17 @@ class Run:
       step: the compiled functions.
       reference: of the k3 term, or None.
       assembly: what a batch must look like.
-      fleet, buffer, collector, publisher, checkpoints, report: see their modules.
+      fleet, flow, publisher, checkpoints, report, ledger, watchdog, preemption: see their modules.
       compiles: programs compiled so far.
       counters: figures that go on over a restart.
+      record: whether every step's batch is saved.
       minibatches: what is left of the present batch; empty at a window's edge.
     """
 
     config: RunConfig
     folder: Path
     problem: Problem
-    schedule: Schedule
+    schedule: Schedule | BoundedSchedule
     mesh: Mesh
     graph: nnx.GraphDef
     policy: PolicyConfig
@@ -88,17 +95,34 @@ class Run:
     identity: Identity
     assembly: AssembleConfig
     fleet: Fleet
-    buffer: Buffer
-    collector: Collector
+    flow: Flow
     publisher: Publisher
     checkpoints: Checkpoints
     report: Report
+    ledger: LedgerLog
+    watchdog: Watchdog
+    preemption: Preemption
     compiles: CompileCounter
     counters: dict[str, float]
+    record: bool
     minibatches: deque[Minibatch] = dataclasses.field(default_factory=deque)
     _seen: dict[str, float] = dataclasses.field(default_factory=dict)
     _few_said: bool = False
+    _owes_push: bool = False
+    _rewards: list[float] = dataclasses.field(default_factory=list)
     _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A named part of the loop: timed for the report, watched by the watchdog."""
+        with self.report.phase(name), self.watchdog.doing(f"{name} at version {self.state.version}"):
+            yield
+
+    def take(self) -> Sequence[Group]:
+        """The groups of the next batch; a preemption ends the wait."""
+        with self.preemption.waiting(self.flow.buffer.fail):
+            count = self.schedule.groups_per_step * self.schedule.minibatches
+            return self.flow.buffer.take(count, self.state.version)
 
     def begin(self) -> None:
         """Makes the fleet serve the version that the schedule asks for, and asks it for the first groups."""
@@ -109,7 +133,7 @@ class Run:
                 f"{objective.preset} compares the policy with itself before the batch's first step; with "
                 "batch.minibatches = 1 that ratio is always one: set it to 2 or more, or choose another preset",
             )
-        with self.report.phase("publish"):
+        with self.phase("publish"):
             # A run that was killed between its last step and its last evaluation has the latter still to make.
             if self.state.version < self.config.steps or not self._summarised():
                 self.publisher.start(self.state, self.committed)
@@ -120,63 +144,95 @@ class Run:
         size = self.schedule.groups_per_step
         for index in range(self.schedule.minibatches):
             assembled = assemble(groups[index * size : (index + 1) * size], version + index, self.assembly)
+            masked = 0
+            if self.config.schedule.mode == "bounded" and self.config.schedule.too_old == "mask":
+                assembled, masked = mask_stale(assembled, self.config.schedule.max_lag)
             self._say_if_few(assembled.stats)
             batch = place(assembled.microbatches, self.mesh)
             prox_logps = None
             if self.config.objective.config.needs_proximal:
                 prox_logps = tuple(output.logp_BT for output in self.step.score(self.state.params, batch))
-            yield Minibatch(batch=batch, stats=assembled.stats, prox_logps=prox_logps)
+            yield Minibatch(batch=batch, stats=assembled.stats, prox_logps=prox_logps, masked=masked)
 
     def reference_logps(self, batch: Batch) -> tuple[jax.Array, ...] | None:
         """Log-probs under the frozen reference, or None without one."""
         return None if self.reference is None else self.reference.logps(self.step, batch)
 
     def at_edge(self, version: int) -> None:
-        """What a window's end asks for: a checkpoint when due, and the publication of what samples the next one."""
+        """What the end of a window or batch asks for: a checkpoint when due, and the publication of what samples next.
+
+        Args:
+          version: of the trainer.
+        """
         if not self.schedule.is_edge(version):
             return
-        with self.report.phase("collect"):
-            # Older weights must have sampled everything that they are to sample before newer ones replace them.
-            self.buffer.wait(self.schedule.tickets_before_publish(version))
+        with self.phase("collect"), self.preemption.waiting(self.flow.buffer.fail):
+            self.flow.settle(version)
         if self.schedule.due(version, self.config.checkpoint.every) or version == self.config.steps:
             self.save()
-        if self.schedule.publishes(version) or self._evaluates(version):
-            with self.report.phase("publish"):
+        self._owes_push |= self.schedule.publishes(version)
+        # An evaluation is of this very version; any other push may wait while the one before it is under way.
+        if self._evaluates(version) or (self._owes_push and (not self.publisher.busy or self.flow.hurries(version))):
+            self._owes_push = False
+            with self.phase("publish"):
                 self.publisher.start(self.state, self.committed)
 
     def save(self) -> None:
-        """Saves a cut of this moment."""
-        with self.report.phase("checkpoint"), self._lock:
+        """Saves a cut of this moment, unless there is one."""
+        version = self.state.version
+        if self.checkpoints.latest() == version:
+            return
+        with self.phase("checkpoint"), self._lock:
+            snapshot = self.flow.buffer.snapshot()
+            self.ledger.append(version, snapshot.entry)
+            rewards, self._rewards = self._rewards, []
             self.checkpoints.save(
                 Cut(
                     identity=self.identity,
                     state=self.state,
-                    buffer=self.buffer.snapshot(),
+                    buffer=snapshot,
                     counters=dict(self.counters),
+                    score=float(np.mean(rewards)) if rewards else None,
                 )
             )
 
-    def committed(self, version: int) -> None:
-        """In the publishing thread, once the fleet serves `version`: evaluates if due, then asks for its groups."""
-        if self._evaluates(version):
-            self._evaluate(version)
-        self.collector.request(self.schedule.tickets_of_version(version), version)
+    def leave(self) -> None:
+        """Saves what a preemption would lose, where the mode can: bounded, between batches, at any version."""
+        if not (isinstance(self.flow, BatchWise) or self.minibatches):
+            self.save()
 
-    def write(self, version: int, done: StepReport, assembled: AssembleStats) -> None:
-        """Records a step."""
+    def committed(self, version: int) -> None:
+        """In the publishing thread, once the fleet serves `version`: evaluates if due, then asks for groups."""
+        if isinstance(self.flow, BatchWise) and self._evaluates(version):
+            self._evaluate(version)
+        self.flow.served(version)
+        if not isinstance(self.flow, BatchWise) and self._evaluates(version):
+            self._evaluate(version)  # beside the training samples: nothing waits for it
+
+    def write(self, version: int, done: StepReport, minibatch: Minibatch) -> None:
+        """Records a step, and checks that no prompt is lost or counted twice.
+
+        Raises:
+          ValueError: the ledger does not add up.
+        """
+        assembled = minibatch.stats
+        stats = self.flow.buffer.stats()
         published = self.publisher.published()
         with self._lock:
             seen, self._seen = self._seen, {}
         metrics = {
             **done.metrics,
             **assembled.metrics(),
-            **self.buffer.stats().metrics(),
+            **stats.metrics(),
             **(published.metrics() if published else {}),
             **seen,
             "learning_rate": float(np.asarray(self.config.optim.learning_rate()(version - 1))),
             "compiles": float(self.compiles.count),
+            "lag/masked": float(minibatch.masked),
         }
-        self.report.write(version, metrics, self.collector.samples(), assembled.lags)
+        self._rewards.append(assembled.reward_mean)
+        self.ledger.append(version, self.flow.buffer.entry())
+        self.report.write(version, metrics, self.flow.collector.samples(), assembled.lags)
 
     def finish(self) -> None:
         """Waits for the last evaluation and writes the summary."""
@@ -217,7 +273,7 @@ class Run:
         return first_or_last or self.schedule.due(version, self.config.eval.every)
 
     def _evaluate(self, version: int) -> None:
-        result = evaluate_held_out(self.config, self.problem, self.fleet, self.buffer.progress)
+        result = evaluate_held_out(self.config, self.problem, self.fleet, self.flow.buffer.progress)
         side = {0: "before", self.config.steps: "after"}.get(version)
         with self._lock:
             self._seen |= result.metrics()
@@ -240,7 +296,7 @@ def require_finite(r: Run, done: StepReport, minibatch: Minibatch, references: t
     version, batch = r.state.version, minibatch.batch
     nothing = (None,) * len(batch)
     path = r.folder / f"nonfinite-v{version}.npz"
-    np.savez(path, allow_pickle=False, **host_batch(batch))  # pyright: ignore[reportArgumentType]
+    save_batch(path, batch)
     causes = [
         cause
         for micro, output, prox_logp_BT, ref_logp_BT in zip(
@@ -260,27 +316,41 @@ def require_finite(r: Run, done: StepReport, minibatch: Minibatch, references: t
     raise ValueError(
         f"step {version}: expected a finite loss and gradient, got loss {done.metrics['loss']}, gradient norm "
         f"{done.metrics['grad_norm']}; {causes[0] if causes else 'the log-probs are finite: the gradient overflowed'}; "
-        f"the state is unchanged and the batch is in {path}"
+        f"the state is unchanged and the batch is in {path} (tools/replay_batch.py makes the step again)"
     )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a run is run, beside its config; none of it changes what is computed.
+
+    Attributes:
+      console: whether to show it.
+      record: whether to save every step's batch.
+      preemption: where SIGTERM is heard of.
+    """
+
+    console: bool = True
+    record: bool = False
+    preemption: Preemption = dataclasses.field(default_factory=Preemption)
+
+
 @contextlib.contextmanager
-def open_run(config: RunConfig, folder: Path, *, console: bool) -> Iterator[Run]:
+def open_run(config: RunConfig, folder: Path, options: Options) -> Iterator[Run]:
     """Builds a run: restores the newest cut of the folder, or makes version 0. Everything is closed on the way out."""
     with contextlib.ExitStack() as stack:
         problem = make_problem(config)
         compiles = stack.enter_context(CompileCounter())
         mesh = make_mesh(config.mesh)
-        report = stack.enter_context(Report(folder, header(config, problem, mesh, folder), console=console))
-        checkpoints = stack.enter_context(Checkpoints(folder / "checkpoints", config.checkpoint.keep))
+        report = stack.enter_context(Report(folder, header(config, problem, mesh, folder), console=options.console))
+        watchdog = stack.enter_context(Watchdog(folder, config.watchdog.seconds, report.event))
+        checkpoints = stack.enter_context(
+            Checkpoints(folder / "checkpoints", config.checkpoint.keep, keep_best=config.checkpoint.keep_best)
+        )
         engines = stack.enter_context(attach_fleet(config, problem, folder, report.event))
         start = start_or_restore(config, problem, folder, mesh, checkpoints, report)
-        buffer = Buffer(max_lag=config.plan.max_lag, deadline=config.rollout.deadline, describe=engines.describe)
-        buffer.restore(start.cut.buffer)
-        collector = Collector(engines.fleet, problem.data, problem.tokenizer, problem.verifier, buffer, problem.collect)
-        stack.enter_context(collector)
-        # Before the collector is closed, so that a stream that waits for the engine ends.
-        stack.callback(engines.fleet.close)
+        ledger = stack.enter_context(contextlib.closing(LedgerLog(folder, start.cut.state.version)))
+        flow = stack.enter_context(open_flow(config, problem, engines.fleet, engines.describe, start.cut.buffer))
         step = Step(start.graph, start.optimizer, config.objective.config, config.sampling.temperature, start.cut.state)
         yield Run(
             config=config,
@@ -296,11 +366,14 @@ def open_run(config: RunConfig, folder: Path, *, console: bool) -> Iterator[Run]
             identity=start.cut.identity,
             assembly=assembly(config, problem),
             fleet=engines.fleet,
-            buffer=buffer,
-            collector=collector,
-            publisher=make_publisher(config, problem, start.graph, engines.fleet, buffer),
+            flow=flow,
+            publisher=make_publisher(config, problem, start.graph, engines.fleet, flow.buffer.fail),
             checkpoints=checkpoints,
             report=report,
+            ledger=ledger,
+            watchdog=watchdog,
+            preemption=options.preemption,
             compiles=compiles,
             counters=dict(start.cut.counters),
+            record=options.record,
         )

@@ -146,8 +146,6 @@ class RolloutConfig:
       chunk_bytes: of a push.
       tls_ca: PEM file of the authority that signed the bridges' certificates; "" = no TLS.
       token_file: file that holds the bridges' bearer token; "" = none.
-      in_flight: what a new version does to running requests: they finish first, go on under it (retract), or end with
-        what they have and are continued (abort). Batch-wise nothing runs then.
     """
 
     engine: Literal["local", "remote"]
@@ -160,7 +158,6 @@ class RolloutConfig:
     chunk_bytes: _Count
     tls_ca: str = ""
     token_file: str = ""
-    in_flight: Literal["finish", "retract", "abort"] = "finish"
 
     def __post_init__(self) -> None:
         check_fields(self, "rollout")
@@ -184,13 +181,30 @@ class CheckpointConfig:
     Attributes:
       every: steps, rounded up to the edge of a window; 0 = only at the end.
       keep: newest checkpoints that stay.
+      keep_best: beside them, those with the highest training reward since the checkpoint before them.
     """
 
     every: _Maybe
     keep: _Count
+    keep_best: _Maybe = 0
 
     def __post_init__(self) -> None:
         check_fields(self, "checkpoint")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class WatchdogConfig:
+    """When a run that does not move is ended.
+
+    Attributes:
+      seconds: that one named part of a step may take; then the run writes every thread's stack into its folder, and
+        ends when that part has not moved after as long again.
+    """
+
+    seconds: _Positive = 1800.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, "watchdog")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

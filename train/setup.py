@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 from rollout_bridge import Completion, Fleet, InFlight
 from sat_jax.model import PolicyConfig
 from train.assemble import AssembleConfig
-from train.buffer import Buffer
 from train.collect import CollectSettings, to_attempt
 from train.config import RunConfig
 from train.data import Encoding, PromptData, read_examples, split
@@ -89,19 +88,25 @@ def assembly(config: RunConfig, problem: Problem) -> AssembleConfig:
     )
 
 
-def make_publisher(config: RunConfig, problem: Problem, graph: nnx.GraphDef, fleet: Fleet, buffer: Buffer) -> Publisher:
-    """The publisher with this run's probe."""
+def make_publisher(
+    config: RunConfig,
+    problem: Problem,
+    graph: nnx.GraphDef,
+    fleet: Fleet,
+    on_failed: Callable[[BaseException], None] = lambda _error: None,
+) -> Publisher:
+    """The publisher with this run's probe.
+
+    Args:
+      config, problem, graph, fleet: of the run.
+      on_failed: told of a failed push, in the publishing thread, beside whoever waits for the push.
+    """
     probe = ProbeScorer(
         graph, problem.policy, probe_sequences(problem.data, config.seed), config.rollout.probe_tolerance
     )
-    return Publisher(
-        fleet,
-        problem.policy,
-        probe,
-        config.rollout.dtype,
-        on_failed=buffer.fail,
-        in_flight=InFlight(config.rollout.in_flight),
-    )
+    # Batch-wise, nothing is in flight when a version goes out.
+    in_flight = InFlight(config.schedule.in_flight) if config.schedule.mode == "bounded" else InFlight.FINISH
+    return Publisher(fleet, problem.policy, probe, config.rollout.dtype, on_failed, in_flight)
 
 
 def probe_sequences(data: PromptData, seed: int) -> list[np.ndarray]:

@@ -61,15 +61,22 @@ def start_or_restore(
     cut = Cut(
         identity=identity(problem, reference),
         state=init_state(params, optimizer, mesh),
-        buffer=BufferSnapshot(next_ticket=0, groups=(), lost=(), dropped={}),
+        buffer=BufferSnapshot(),
         counters={},
     )
     checkpoints.save(cut)
     return Start(graph=graph, optimizer=optimizer, cut=cut, reference=reference)
 
 
-def restore(config: RunConfig, problem: Problem, folder: Path, mesh: Mesh, checkpoints: Checkpoints) -> Start | None:
-    """The newest cut of the folder, or None where there is none.
+def restore(
+    config: RunConfig,
+    problem: Problem,
+    folder: Path,
+    mesh: Mesh,
+    checkpoints: Checkpoints,
+    version: int | None = None,
+) -> Start | None:
+    """The newest cut of the folder (or that of `version`), or None where there is none.
 
     Raises:
       ValueError: it is of another model, tokenizer, data set or reference, or damaged.
@@ -82,7 +89,7 @@ def restore(config: RunConfig, problem: Problem, folder: Path, mesh: Mesh, check
     reference = None
     if config.objective.config.needs_reference:
         reference = Reference.load(folder / REFERENCE, problem.policy, mesh)
-    cut = checkpoints.restore(init_state(params, optimizer, mesh), identity(problem, reference))
+    cut = checkpoints.restore(init_state(params, optimizer, mesh), identity(problem, reference), version)
     assert cut is not None, "there is a latest one"
     return Start(graph=graph, optimizer=optimizer, cut=cut, reference=reference)
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.reference.rollouts import make_group
-from train.buffer import Buffer, BufferSnapshot
+from train.buffer import Buffer
 
 
 def make_buffer(*, deadline=5.0, max_lag=100, **options):
@@ -165,7 +165,7 @@ def test_a_dropped_prompt_is_counted_by_reason_and_passed_over():
     buffer.drop(1, "too old")
     buffer.drop(2, "no signal")
     assert taken(buffer, 2) == [0, 3]
-    assert buffer.snapshot().dropped == {"too old": 1, "no signal": 1}
+    assert buffer.snapshot().ledger.dropped == {"too old": 1, "no signal": 1}
     for ticket, place in ((1, "trained or dropped"), (9, "not drawn")):
         with pytest.raises(ValueError, match=f"drop of t{ticket}: .* {place}"):
             buffer.drop(ticket, "again")
@@ -186,7 +186,7 @@ def test_metrics_are_named_after_the_buffer():
     assert metrics["buffer/buffered"] == 2.0
     assert metrics["buffer/tokens"] == 10.0
     assert set(metrics) == {
-        f"buffer/{name}" for name in ("drawn", "out", "buffered", "trained", "dropped", "tokens", "waited")
+        f"buffer/{name}" for name in ("drawn", "out", "buffered", "trained", "dropped", "reissued", "tokens", "waited")
     }
 
 
@@ -227,7 +227,7 @@ def test_every_drawn_prompt_is_in_exactly_one_place_also_over_restarts(moves):
                     buffer.take(which, 0)
         elif move == "restart":
             snapshot = buffer.snapshot()
-            assert snapshot.lost == tuple(out)
+            assert snapshot.ledger.out == tuple(out)
             buffer = make_buffer(deadline=0.0)
             buffer.restore(snapshot)
         stats = buffer.stats()
@@ -241,7 +241,7 @@ def test_every_drawn_prompt_is_in_exactly_one_place_also_over_restarts(moves):
     assert state["trained"] == sorted(set(state["trained"]))
 
 
-def test_a_snapshot_follows_from_the_trained_frontier_when_nothing_is_dropped():
+def test_a_snapshot_holds_what_is_behind_the_trained_frontier():
     buffer = filled(range(6))
     buffer.draw(range(6, 9))
     buffer.put(make_group(7))
@@ -250,9 +250,11 @@ def test_a_snapshot_follows_from_the_trained_frontier_when_nothing_is_dropped():
     buffer.put(make_group(9))
     buffer.put(make_group(8))
     snapshot = buffer.snapshot()
-    assert snapshot.lost == (6,)
+    assert snapshot.ledger.out == (6,)
     assert [group.ticket for group in snapshot.groups] == [4, 5, 7, 8, 9]
-    assert BufferSnapshot.at_frontier(4, 10, snapshot.groups[::-1]) == snapshot
+    assert snapshot.ledger.buffered == (4, 5, 7, 8, 9)
+    assert (snapshot.ledger.next_ticket, snapshot.ledger.trained, snapshot.ledger.dropped) == (10, 4, {})
+    assert snapshot.entry.trained == (0, 1, 2, 3)
 
 
 def test_a_buffer_in_use_is_not_restored_over():

@@ -14,6 +14,7 @@ from sat_jax.model import PolicyConfig
 from tests.reference.rollouts import make_group
 from train.buffer import BufferSnapshot
 from train.checkpoint import Checkpoints, Cut, Identity, flatten, read_meta
+from train.ledger import LedgerState
 from train.state import OptimConfig, TrainState, init_policy, init_state
 
 IDENTITY = Identity(policy="p", tokenizer="t", data="d", reference="r")
@@ -39,7 +40,16 @@ def make_state(seed=0, devices=1):
 def make_cut(version=3, seed=0):
     state = dataclasses.replace(make_state(seed), version=version)
     groups = (make_group(6), make_group(7, counts=(1, 4)))
-    snapshot = BufferSnapshot(next_ticket=9, groups=groups, lost=(8,), dropped={"too old": 2})
+    books = LedgerState(
+        next_ticket=9,
+        out=(8,),
+        buffered=(6, 7),
+        attempts={8: 3},
+        trained=4,
+        dropped={"too_old": 2},
+        reissued={"too_old": 3},
+    )
+    snapshot = BufferSnapshot(groups=groups, ledger=books)
     return Cut(identity=IDENTITY, state=state, buffer=snapshot, counters={"before/entropy": 0.5})
 
 
@@ -59,7 +69,7 @@ def test_a_cut_comes_back_bit_for_bit(tmp_path):
     assert back is not None
     assert_same_state(back.state, cut.state)
     assert back.counters == cut.counters
-    assert (back.buffer.next_ticket, back.buffer.lost, back.buffer.dropped) == (9, (8,), {"too old": 2})
+    assert back.buffer.ledger == cut.buffer.ledger
     for saved, found in zip(cut.buffer.groups, back.buffer.groups, strict=True):
         assert saved.ticket == found.ticket
         np.testing.assert_array_equal(saved.reward_M, found.reward_M)
@@ -196,3 +206,23 @@ def test_damage_is_noticed(tmp_path, what):
         pytest.raises(ValueError, match="the file is damaged: delete that folder"),
     ):
         checkpoints.restore(make_state(), IDENTITY)
+
+
+def test_the_best_ones_are_kept_beside_the_newest(tmp_path):
+    cut = make_cut()
+    scores = {1: 0.2, 2: 0.9, 3: 0.1, 4: None, 5: 0.3, 6: 0.4}
+
+    def save(checkpoints, version):
+        state = dataclasses.replace(cut.state, version=version)
+        checkpoints.save(dataclasses.replace(cut, state=state, score=scores[version]))
+
+    with Checkpoints(tmp_path, keep=1, keep_best=1) as checkpoints:
+        for version in (1, 2, 3):
+            save(checkpoints, version)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]
+    with Checkpoints(tmp_path, keep=1, keep_best=1) as checkpoints:  # what is on disk is judged as well
+        for version in (4, 5, 6):
+            save(checkpoints, version)
+        assert checkpoints.latest() == 6
+        assert checkpoints.restore(make_state(seed=1), IDENTITY, 2).state.version == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "6"]

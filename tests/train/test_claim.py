@@ -87,3 +87,21 @@ def test_setting_aside_loses_nothing(tmp_path):
         assert aside.name == expected
         assert (aside / "file").read_text() == expected
         assert not folder.exists()
+
+
+def test_a_change_on_purpose_is_allowed_by_key_or_section_and_written_down(tmp_path):
+    with claim(tmp_path, CONFIG):
+        pretend_checkpoint(tmp_path)
+    other = dataclasses.replace(CONFIG, seed=1, optim=dataclasses.replace(CONFIG.optim, peak_lr=1.0))
+    with pytest.raises(ValueError, match="seed = 0 there, 1 here") as caught, claim(tmp_path, other, ["optim"]):
+        pass
+    assert "peak_lr" not in str(caught.value)
+    with claim(tmp_path, other, ["optim.peak_lr", "seed"]):
+        assert load(tmp_path / "config.toml") == other
+
+
+def test_a_misspelt_key_allows_nothing(tmp_path):
+    with claim(tmp_path, CONFIG):
+        pretend_checkpoint(tmp_path)
+    with pytest.raises(ValueError, match=r"--allow-changed opt: expected a key .*"), claim(tmp_path, CONFIG, ["opt"]):
+        pass

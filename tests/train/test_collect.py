@@ -148,10 +148,10 @@ def test_lost_prompts_of_a_restored_buffer_are_requested_again(collect):
     with pytest.raises(ValueError, match="unfinished when the fleet ended"):
         buffer.wait(range(3))
     snapshot = buffer.snapshot()
-    assert snapshot.lost == (1,)
+    assert snapshot.ledger.out == (1,)
     again, restored = collect(FakeFleet())
     restored.restore(snapshot)
-    again.request_again(snapshot.lost)
+    again.request_again(snapshot.ledger.out)
     again.request(range(3, 5))
     assert [group.ticket for group in restored.take(5, 0)] == list(range(5))
 

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from train.staleness import Schedule, ScheduleConfig
+from train.staleness import BoundedSchedule, Schedule, ScheduleConfig
 
 
 def scaled(batches_of_lag, batches, groups_per_step, minibatches):
@@ -143,3 +143,75 @@ def test_a_negative_lag_is_refused():
         ScheduleConfig(mode="batch_wise", lag=-1)
     with pytest.raises(ValueError, match=r"schedule\.lag: expected at least 0, got -1"):
         Schedule(lag=-1, steps=1, groups_per_step=1)
+
+
+bounded = st.builds(
+    lambda max_lag, every, minibatches, groups, batches: BoundedSchedule(
+        max_lag=max_lag + every * minibatches - 1,
+        publish_every=every * minibatches,
+        steps=batches * minibatches,
+        groups_per_step=groups,
+        minibatches=minibatches,
+    ),
+    st.integers(0, 5),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.integers(1, 20),
+)
+
+
+def test_the_bounded_schedule_by_hand():
+    plan = BoundedSchedule(max_lag=2, publish_every=2, steps=9, groups_per_step=4)
+    assert plan.capacity(served=0, accepted=0, running=0) == 12
+    assert plan.capacity(served=0, accepted=5, running=3) == 4
+    assert plan.capacity(served=4, accepted=20, running=8) == 0
+    assert plan.capacity(served=8, accepted=30, running=0) == 6  # the run ends with step 9
+    assert plan.capacity(served=0, accepted=20, running=0) == 0
+    assert [version for version in range(10) if plan.publishes(version)] == [0, 2, 4, 6, 8]
+    assert [version for version in range(10) if plan.due(version, 4)] == [4, 8]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_lag": 1, "publish_every": 3}, r"schedule\.max_lag: expected at least .* = 2, got 1"),
+        ({"minibatches": 2, "publish_every": 3, "max_lag": 9}, "publish_every: expected a positive multiple of .* = 2"),
+        ({"minibatches": 2, "publish_every": 2, "steps": 5}, "steps: expected a positive multiple"),
+    ],
+)
+def test_a_bounded_schedule_that_would_stand_still_is_refused(changes, message):
+    fields = {"max_lag": 4, "publish_every": 1, "steps": 6, "groups_per_step": 2}
+    with pytest.raises(ValueError, match=message):
+        BoundedSchedule(**(fields | changes))
+
+
+@laws
+@given(plan=bounded, served=st.integers(0, 30), position=st.integers(0, 400))
+def test_an_admitted_prompt_is_young_enough_when_its_turn_comes(plan, served, position):
+    if plan.capacity(served, position, 0) > 0:
+        step = position // plan.groups_per_step
+        assert step - served <= plan.max_lag
+        assert step < plan.steps
+
+
+@laws
+@given(plan=bounded, batch=st.integers(0, 19))
+def test_the_next_batch_can_always_be_sampled_however_long_ago_the_last_publication_was(plan, batch):
+    version = batch * plan.minibatches
+    if version >= plan.steps:
+        return
+    served = version // plan.publish_every * plan.publish_every  # the newest that is published
+    trained = version * plan.groups_per_step
+    assert plan.capacity(served, trained, 0) >= plan.batch_groups
+
+
+@laws
+@given(plan=bounded, every=st.integers(1, 9))
+def test_what_is_due_in_bounded_mode_is_due_once_a_period_at_the_end_of_a_batch(plan, every):
+    due = [version for version in range(plan.steps + 1) if plan.due(version, every)]
+    assert all(plan.is_edge(version) for version in due)
+    periods = [version // every for version in due]
+    assert len(periods) == len(set(periods))
+    edges = [version for version in range(1, plan.steps + 1) if plan.is_edge(version)]
+    assert set(periods) == {edge // every for edge in edges} - {0}
