@@ -8,7 +8,7 @@ import dataclasses
 import hashlib
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -74,12 +74,14 @@ class Prompt:
       answer: the data's answer.
       tokens: int32[N], the rendered prompt, N >= 1.
       answer_tokens: int32, the answer and the first stop token: what a supervised example is trained on.
+      metadata: the data's, for a user's reward function.
     """
 
     text: str
     answer: str
     tokens: np.ndarray
     answer_tokens: np.ndarray
+    metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,7 +127,13 @@ class Encoding:
             )
         stop = self.tokenizer.token_id(self.prompt.stop[0])
         answer_tokens = np.append(answer, np.int32(stop)).astype(np.int32)
-        return Prompt(text=example.prompt, answer=example.answer, tokens=tokens, answer_tokens=answer_tokens)
+        return Prompt(
+            text=example.prompt,
+            answer=example.answer,
+            tokens=tokens,
+            answer_tokens=answer_tokens,
+            metadata=example.metadata,
+        )
 
 
 class PromptData:

@@ -32,6 +32,7 @@ from train.groups import Group
 from train.publish import Publisher
 from train.reference import Reference
 from train.report import Report
+from train.rewards import open_verifier, verifier_metrics
 from train.run_folder import SUMMARY, read_json
 from train.setup import Problem, assembly, evaluate_held_out, header, make_problem, make_publisher
 from train.staleness import Schedule
@@ -171,6 +172,7 @@ class Run:
             **done.metrics,
             **assembled.metrics(),
             **self.buffer.stats().metrics(),
+            **verifier_metrics(self.problem.verifier),
             **(published.metrics() if published else {}),
             **seen,
             "learning_rate": float(np.asarray(self.config.optim.learning_rate()(version - 1))),
@@ -269,6 +271,7 @@ def open_run(config: RunConfig, folder: Path, *, console: bool) -> Iterator[Run]
     """Builds a run: restores the newest cut of the folder, or makes version 0. Everything is closed on the way out."""
     with contextlib.ExitStack() as stack:
         problem = make_problem(config)
+        stack.enter_context(open_verifier(problem.verifier))
         compiles = stack.enter_context(CompileCounter())
         mesh = make_mesh(config.mesh)
         report = stack.enter_context(Report(folder, header(config, problem, mesh, folder), console=console))

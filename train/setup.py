@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from rollout_bridge import Completion, Fleet
+from sat_jax.advantages import OverlongConfig
 from sat_jax.model import PolicyConfig
 from train.assemble import AssembleConfig
 from train.buffer import Buffer
@@ -64,14 +65,26 @@ def make_problem(config: RunConfig) -> Problem:
         max_new_tokens=config.sampling.max_new_tokens,
         stop_ids=stops,
         want_trace=config.objective.replay,
+        scorers=config.verifier.workers,
+        overlong=_overlong(config),
     )
     policy = config.policy.build(vocab_size=tokenizer.vocab_size, max_positions=config.batch.row_length)
     return Problem(
         tokenizer=tokenizer,
         data=data,
-        verifier=build_verifier(config.reward, config.seed),
+        verifier=build_verifier(config.reward, config.seed, config.verifier),
         policy=policy,
         collect=collect,
+    )
+
+
+def _overlong(config: RunConfig) -> OverlongConfig | None:
+    if not config.verifier.overlong_cache:
+        return None
+    return OverlongConfig(
+        max_length=config.sampling.max_new_tokens,
+        cache=config.verifier.overlong_cache,
+        factor=config.verifier.overlong_factor,
     )
 
 
