@@ -78,6 +78,11 @@ class RunConfig:
                 "it names the run folder"
             )
         check_name(self.reward)
+        if self.tokenizer.kind != "file" and (self.prompt.chat or self.prompt.checkpoint_stop):
+            raise ValueError(
+                "prompt.chat, prompt.checkpoint_stop: expected false without a checkpoint's tokenizer, got true with "
+                f'tokenizer.kind = "{self.tokenizer.kind}"'
+            )
         if self.verifier.overlong_cache > self.sampling.max_new_tokens:
             raise ValueError(
                 f"verifier.overlong_cache: expected at most sampling.max_new_tokens = {self.sampling.max_new_tokens}, "

@@ -15,6 +15,7 @@ from sat_jax.advantages import OverlongConfig
 from sat_jax.model import PolicyConfig
 from train.assemble import AssembleConfig
 from train.buffer import Buffer
+from train.chat import ChatTemplate, stop_tokens
 from train.collect import CollectSettings, to_attempt
 from train.config import RunConfig
 from train.data import Encoding, PromptData, read_examples, split
@@ -45,6 +46,7 @@ def make_problem(config: RunConfig) -> Problem:
     """
     examples = read_examples(config.data)
     train, held_out = split(config.data, examples, config.seed)
+    chat = ChatTemplate.from_folder(Path(config.tokenizer.path).parent) if config.prompt.chat else None
     texts = (text for e in examples for text in (config.prompt.render(e.prompt), e.answer))
     tokenizer = build_tokenizer(config.tokenizer, texts)
     encoding = Encoding(
@@ -52,18 +54,15 @@ def make_problem(config: RunConfig) -> Problem:
         prompt=config.prompt,
         max_new_tokens=config.sampling.max_new_tokens,
         row_length=config.batch.row_length,
+        chat=chat,
     )
     data = PromptData(train, held_out, encoding, config.seed)
-    try:
-        stops = stop_ids(tokenizer, config.prompt.stop)
-    except ValueError as error:
-        raise ValueError(f"prompt.stop: {error}") from error
     collect = CollectSettings(
         seed=config.seed,
         group_size=config.batch.group_size,
         temperature=config.sampling.temperature,
         max_new_tokens=config.sampling.max_new_tokens,
-        stop_ids=stops,
+        stop_ids=_stops(config, tokenizer),
         want_trace=config.objective.replay,
         scorers=config.verifier.workers,
         overlong=_overlong(config),
@@ -76,6 +75,18 @@ def make_problem(config: RunConfig) -> Problem:
         policy=policy,
         collect=collect,
     )
+
+
+def _stops(config: RunConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The ids that end a completion: those of the config, then those that only the checkpoint's files name."""
+    try:
+        stops = stop_ids(tokenizer, config.prompt.stop)
+    except ValueError as error:
+        raise ValueError(f"prompt.stop: {error}") from error
+    if not config.prompt.checkpoint_stop:
+        return stops
+    named = stop_tokens(Path(config.tokenizer.path).parent, tokenizer).ids
+    return (*stops, *(token for token in named if token not in stops))
 
 
 def _overlong(config: RunConfig) -> OverlongConfig | None:

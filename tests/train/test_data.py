@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import numpy as np
@@ -5,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from train.chat import ChatTemplate
 from train.data import DataConfig, Encoding, PromptConfig, PromptData, read_examples, read_jsonl, split
 from train.tasks import Example, generate
 from train.tokenizer import CharTokenizer
@@ -234,3 +236,19 @@ def test_500_lines_written_elsewhere_become_a_run(tmp_path):
     examples = read_examples(config)
     data = PromptData(*split(config, examples, seed=0), encoding(examples), seed=0)
     assert (len(data), len(data.held_out)) == (450, 50)
+
+
+def test_a_chat_template_surrounds_the_template_and_the_system_message():
+    chat = ChatTemplate("{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}>", {}, "f")
+    prompt = PromptConfig(template="Q {prompt}", stop=("<eos>",), chat=True, system="be brief")
+    assert prompt.render("p1", chat) == "[system:be brief][user:Q p1]>"
+    assert dataclasses.replace(prompt, system="").render("p1", chat) == "[user:Q p1]>"
+    examples = numbered(2)
+    tokenizer = CharTokenizer("".join(sorted(set("[]system:be briefuserQ p01>"))))
+    encoding = Encoding(tokenizer=tokenizer, prompt=prompt, max_new_tokens=4, row_length=48, chat=chat)
+    assert tokenizer.decode(PromptData(examples, [], encoding, 0).train[1].tokens) == "[system:be brief][user:Q p1]>"
+
+
+def test_a_system_message_needs_a_chat_template():
+    with pytest.raises(ValueError, match=r"prompt\.system: expected \"\" without prompt\.chat"):
+        PromptConfig(template="{prompt}", stop=("<eos>",), system="be brief")
