@@ -4,7 +4,7 @@ RUN := runs/quickstart
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test test-slow lint clean
+.PHONY: help venv quickstart test test-slow test-extras lint clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -33,6 +33,10 @@ test: lint  ## the default suite: everything but the marked groups (about 8 minu
 
 test-slow: .venv/.installed  ## the slow group: whole runs, killed and resumed
 	$(BIN)/python -m pytest -m slow
+
+test-extras: .venv/.installed  ## the tests that need the extras math and parquet, which it installs
+	$(BIN)/python -m pip install --quiet -e '.[math,parquet]'
+	$(BIN)/python -m pytest -m extras
 
 clean:  ## remove the environment and caches; runs/ stays
 	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .hypothesis

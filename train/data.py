@@ -128,11 +128,7 @@ class Encoding:
           ValueError: a character without a token, a prompt that does not fit the row with its completion, or an answer
             that cannot be given in max_new_tokens; each with the example's place.
         """
-        try:
-            tokens = self.tokenizer.encode(self.prompt.render(example.prompt, self.chat))
-            answer = self.tokenizer.encode(example.answer)
-        except ValueError as error:
-            raise ValueError(f"{example.where}: {error}") from error
+        tokens, answer = self._texts(example)
         room = self.row_length - self.max_new_tokens
         if not 1 <= len(tokens) <= room:
             raise ValueError(
@@ -140,19 +136,13 @@ class Encoding:
                 f"{self.row_length} less sampling.max_new_tokens {self.max_new_tokens}), got {len(tokens)}; shorten it "
                 f"or set batch.row_length to at least {len(tokens) + self.max_new_tokens}"
             )
-        if stop := [text for text in self.prompt.stop if self.tokenizer.token_id(text) in answer]:
-            raise ValueError(
-                f"{example.where}: expected an answer without a stop token (prompt.stop), got {stop[0]!r} in "
-                f"{example.answer!r}; no completion could go beyond it"
-            )
         if len(answer) + 1 > self.max_new_tokens:
             raise ValueError(
                 f"{example.where}: expected an answer of at most {self.max_new_tokens - 1} tokens "
                 f"(sampling.max_new_tokens {self.max_new_tokens} less the stop token), got {len(answer)}; no "
                 f"completion could be right: set sampling.max_new_tokens to at least {len(answer) + 1}"
             )
-        stop = self.tokenizer.token_id(self.prompt.stop[0])
-        answer_tokens = np.append(answer, np.int32(stop)).astype(np.int32)
+        answer_tokens = np.append(answer, np.int32(self._stop)).astype(np.int32)
         return Prompt(
             text=example.prompt,
             answer=example.answer,
@@ -160,6 +150,38 @@ class Encoding:
             answer_tokens=answer_tokens,
             metadata=example.metadata,
         )
+
+    def encode_pair(self, example: Example) -> tuple[list[int], list[int]]:
+        """Encodes a supervised example, whose answer is a whole response: (prompt, response with the first stop token).
+
+        Raises:
+          ValueError: a character without a token, or the pair does not fit the row.
+        """
+        tokens, response = self._texts(example)
+        if not 1 <= len(tokens) + len(response) + 1 <= self.row_length:
+            raise ValueError(
+                f"{example.where}: expected a prompt and a response of at most {self.row_length} tokens "
+                f"(batch.row_length) with the stop token, got {len(tokens)} + {len(response)} + 1"
+            )
+        return tokens.tolist(), [*response.tolist(), self._stop]
+
+    @property
+    def _stop(self) -> int:
+        return self.tokenizer.token_id(self.prompt.stop[0])
+
+    def _texts(self, example: Example) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of the rendered prompt and of the answer."""
+        try:
+            tokens = self.tokenizer.encode(self.prompt.render(example.prompt, self.chat))
+            answer = self.tokenizer.encode(example.answer)
+        except ValueError as error:
+            raise ValueError(f"{example.where}: {error}") from error
+        if inside := [text for text in self.prompt.stop if self.tokenizer.token_id(text) in answer]:
+            raise ValueError(
+                f"{example.where}: expected an answer without a stop token (prompt.stop), got {inside[0]!r} in "
+                f"{example.answer!r}; no completion could go beyond it"
+            )
+        return tokens, answer
 
 
 class PromptData:
@@ -256,6 +278,21 @@ def read_jsonl(path: Path) -> list[Example]:
     if not examples:
         raise ValueError(f'{path}: expected a line {{"prompt": ..., "answer": ...}}, got an empty file')
     return examples
+
+
+def read_supervised(path: Path, encoding: Encoding) -> list[tuple[list[int], list[int]]]:
+    """Reads {"prompt": text, "response": text} records as token ids: (prompt, response with the first stop token).
+
+    Raises:
+      ValueError: as `read_jsonl`, or a pair does not fit the row; file and line are named.
+    """
+    pairs = []
+    for record, where in read_records(path):
+        prompt, response = text_of(record, "prompt", where), text_of(record, "response", where)
+        pairs.append(encoding.encode_pair(Example(prompt=prompt, answer=response, where=where)))
+    if not pairs:
+        raise ValueError(f'{path}: expected a line {{"prompt": ..., "response": ...}}, got an empty file')
+    return pairs
 
 
 def _example(record: Mapping[str, Any], where: str) -> Example:

@@ -137,16 +137,17 @@ def _parquet(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def _array_record(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
+    number = 0
     try:
         reader = array_record_module.ArrayRecordReader(str(path))
-    except (RuntimeError, ValueError) as error:
-        raise ValueError(f"{path}: expected ArrayRecord, got: {error}") from error
-    try:
-        for number in range(reader.num_records()):
-            where = f"{path}:{number + 1}"
-            yield parse_record(reader.read([number])[0], where), where
-    finally:
-        reader.close()
+        try:
+            for number in range(reader.num_records()):
+                where = f"{path}:{number + 1}"
+                yield parse_record(reader.read([number])[0], where), where
+        finally:
+            reader.close()
+    except RuntimeError as error:  # what the library raises for every damage
+        raise ValueError(f"{path}: expected ArrayRecord, got, at record {number + 1}: {error}") from error
 
 
 def _write_lines(path: Path, lines: Iterable[bytes]) -> int:

@@ -32,6 +32,7 @@ class Problem:
     """What is learnt: prompts, their encoding, the verifier, the policy's architecture, how it is sampled."""
 
     tokenizer: Tokenizer
+    encoding: Encoding
     data: PromptData
     verifier: Verifier
     policy: PolicyConfig
@@ -70,6 +71,7 @@ def make_problem(config: RunConfig) -> Problem:
     policy = config.policy.build(vocab_size=tokenizer.vocab_size, max_positions=config.batch.row_length)
     return Problem(
         tokenizer=tokenizer,
+        encoding=encoding,
         data=data,
         verifier=build_verifier(config.reward, config.seed, config.verifier),
         policy=policy,

@@ -24,7 +24,9 @@ RULES = {
     "dapo_boxed": "train.verify.dapo:dapo_boxed",
     "prime_math": "train.verify.prime_math:prime_math",
     "math_verify": "train.verify.math_verify:math_verify",
+    "reasoning_gym": "train.verify.reasoning_gym:reasoning_gym",
 }
+_LIBRARIES = {"prime_math": "sympy", "math_verify": "math_verify", "reasoning_gym": "reasoning_gym"}
 
 
 def main() -> None:
@@ -79,8 +81,13 @@ def _load(name: str) -> Callable[..., Any]:
         raise TypeError(f"expected {name} to be a function, got {type(function).__name__}")
     if name not in RULES:
         return function
-    if name in ("prime_math", "math_verify"):
-        importlib.import_module("sympy" if name == "prime_math" else "math_verify")
+    if name in _LIBRARIES:
+        try:
+            importlib.import_module(_LIBRARIES[name])  # now, and not within the time of an attempt
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(f"{error}; pip install 'sat-jax[math]'") from error
+    if name == "reasoning_gym":
+        return lambda completion, answer, metadata, **_: function(completion, answer, metadata)
     return lambda completion, answer, **_: function(completion, answer)
 
 
