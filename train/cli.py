@@ -43,8 +43,12 @@ def _parser() -> argparse.ArgumentParser:
     _config_arguments(serve)
     serve.add_argument("--listen", metavar="HOST:PORT", help="in place of rollout.listen")
     serve.set_defaults(run=_serve)
-    evaluate = verbs.add_parser("eval", help="held-out accuracy of a run's newest checkpoint")
-    evaluate.add_argument("folder", type=Path, help="run folder")
+    evaluate = verbs.add_parser("eval", help="accuracy of a run's newest checkpoint, or of what a fleet serves")
+    evaluate.add_argument("target", type=Path, help="run folder, or the config of a remote fleet")
+    evaluate.add_argument(
+        "--set", dest="overrides", action="append", default=[], metavar="A.B=C", help="such as eval.samples=16"
+    )
+    evaluate.add_argument("--compare", type=Path, metavar="FILE", help="an earlier --json: the paired difference")
     evaluate.add_argument("--json", action="store_true", help="one JSON object on standard output")
     evaluate.set_defaults(run=_evaluate)
     report = verbs.add_parser("report", help="write a run's report.html anew")
@@ -146,7 +150,7 @@ def _serve(arguments: argparse.Namespace) -> None:
 def _evaluate(arguments: argparse.Namespace) -> None:
     from train.evaluate_run import evaluate_run
 
-    evaluate_run(arguments.folder, as_json=arguments.json)
+    evaluate_run(arguments.target, arguments.overrides, arguments.compare, as_json=arguments.json)
 
 
 def _report(arguments: argparse.Namespace) -> None:

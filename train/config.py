@@ -99,7 +99,7 @@ class RunConfig:
                 f"{self.batch.rows}; use {-(-self.batch.rows // self.mesh.batch_shards) * self.mesh.batch_shards}"
             )
         _ = self.plan  # the schedule's own checks
-        if self.eval.prompts > self.data.holdout:
+        if not self.eval.path and self.eval.prompts > self.data.holdout:
             raise ValueError(
                 f"eval.prompts: expected at most data.holdout = {self.data.holdout}, got {self.eval.prompts}"
             )

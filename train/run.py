@@ -193,7 +193,7 @@ class Run:
             }
             for side in ("before", "after")
         }
-        prompts = min(self.config.eval.prompts, len(self.problem.data.held_out))
+        prompts = len(self.problem.evaluation)
         facts = {
             "compilations": f"{self.compiles.count} programs in {self.compiles.seconds:.0f} s, by the trainer",
         }
@@ -213,7 +213,7 @@ class Run:
             self.report.event("warning", said)
 
     def _evaluates(self, version: int) -> bool:
-        if not (self.config.eval.prompts and self.problem.data.held_out):
+        if not self.problem.evaluation:
             return False
         first_or_last = version in (0, self.config.steps)
         return first_or_last or self.schedule.due(version, self.config.eval.every)

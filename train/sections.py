@@ -186,11 +186,16 @@ class EvalConfig:
 
     Attributes:
       every: steps; 0 = only before and after.
-      prompts: held-out prompts, at most; 0 = no evaluation.
+      prompts: held-out prompts, or problems of `path`, at most; 0 = no evaluation.
+      path: file of problems in place of held-out prompts: {"prompt" or "problem": ..., "answer": ...} a line, such as
+        AIME's; empty = the held-out prompts.
+      samples: k, completions a problem.
     """
 
     every: _Maybe
     prompts: _Maybe
+    path: str = ""
+    samples: _Count = 1
 
     def __post_init__(self) -> None:
         check_fields(self, "eval")

@@ -18,22 +18,29 @@ from train.buffer import Buffer
 from train.chat import ChatTemplate, stop_tokens
 from train.collect import CollectSettings, to_attempt
 from train.config import RunConfig
-from train.data import Encoding, PromptData, read_examples, split
-from train.evaluate import Evaluation, evaluate
+from train.data import Encoding, Prompt, PromptData, read_examples, split
+from train.evaluate import EvalOptions, Evaluation, Judgement, Samples, evaluate
+from train.prepare.problems import read_problems
 from train.publish import PROBE_TOKENS, ProbeScorer, Publisher
-from train.rewards import Verifier, build_verifier, exact_match, score
+from train.rewards import RandomReward, Verifier, build_verifier, exact_match, score
 from train.run_folder import RunHeader
 from train.seeds import derive_seed
 from train.tokenizer import Tokenizer, build_tokenizer, stop_ids
+from train.verify.latex import final_answer
+from train.verify.pool import Unverified
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What is learnt: prompts, their encoding, the verifier, the policy's architecture, how it is sampled."""
+    """What is learnt: prompts, their encoding, the verifier, the policy's architecture, how it is sampled.
+
+    `evaluation` are the problems that it is judged on: of a file, or held-out prompts.
+    """
 
     tokenizer: Tokenizer
     encoding: Encoding
     data: PromptData
+    evaluation: tuple[Prompt, ...]
     verifier: Verifier
     policy: PolicyConfig
     collect: CollectSettings
@@ -48,7 +55,8 @@ def make_problem(config: RunConfig) -> Problem:
     examples = read_examples(config.data)
     train, held_out = split(config.data, examples, config.seed)
     chat = ChatTemplate.from_folder(Path(config.tokenizer.path).parent) if config.prompt.chat else None
-    texts = (text for e in examples for text in (config.prompt.render(e.prompt), e.answer))
+    judged = read_problems(Path(config.eval.path)) if config.eval.path and config.eval.prompts else []
+    texts = (text for e in (*examples, *judged) for text in (config.prompt.render(e.prompt), e.answer))
     tokenizer = build_tokenizer(config.tokenizer, texts)
     encoding = Encoding(
         tokenizer=tokenizer,
@@ -58,6 +66,7 @@ def make_problem(config: RunConfig) -> Problem:
         chat=chat,
     )
     data = PromptData(train, held_out, encoding, config.seed)
+    evaluation = tuple(encoding.encode(example) for example in judged) if judged else data.held_out
     collect = CollectSettings(
         seed=config.seed,
         group_size=config.batch.group_size,
@@ -73,6 +82,7 @@ def make_problem(config: RunConfig) -> Problem:
         tokenizer=tokenizer,
         encoding=encoding,
         data=data,
+        evaluation=evaluation[: config.eval.prompts],
         verifier=build_verifier(config.reward, config.seed, config.verifier),
         policy=policy,
         collect=collect,
@@ -168,13 +178,24 @@ def header(config: RunConfig, problem: Problem, mesh: Mesh, folder: Path) -> Run
 
 
 def evaluate_held_out(
-    config: RunConfig, problem: Problem, fleet: Fleet, progress: Callable[[], None] = lambda: None
+    config: RunConfig, problem: Problem, fleet: Samples, progress: Callable[[], None] = lambda: None
 ) -> Evaluation:
-    """Accuracy on held-out prompts at the version that the fleet serves; by exact match, whatever is trained on."""
-    prompts = problem.data.held_out[: config.eval.prompts]
+    """Accuracy at the version that the fleet serves, by the run's own verifier (exact match for the random control).
 
-    def right(index: int, completion: Completion) -> float:
-        return score(exact_match, to_attempt(index, prompts[index], completion, problem.tokenizer))
+    A completion is right where the verifier gives more than 1/2, before any punishment of its length.
+    """
+    verifier = exact_match if isinstance(problem.verifier, RandomReward) else problem.verifier
+
+    def judge(index: int, completion: Completion) -> Judgement:
+        attempt = to_attempt(index, problem.evaluation[index], completion, problem.tokenizer)
+        reward = score(verifier, attempt)
+        verified = not isinstance(reward, Unverified)
+        right = not isinstance(reward, Unverified) and reward > 0.5
+        return Judgement(right=right, answer=final_answer(attempt.completion), verified=verified)
 
     sampling = dataclasses.replace(problem.collect.sampling(0), seed=derive_seed(config.seed, "evaluate") % 2**30)
-    return evaluate(fleet, [prompt.tokens for prompt in prompts], right, sampling, progress)
+    options = EvalOptions(
+        samples=config.eval.samples, scorers=config.verifier.workers, seed=derive_seed(config.seed, "bootstrap")
+    )
+    prompts = [prompt.tokens for prompt in problem.evaluation]
+    return evaluate(fleet, prompts, judge, sampling, progress, options)

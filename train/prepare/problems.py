@@ -12,9 +12,11 @@ import dataclasses
 import re
 import unicodedata
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal, assert_never
 
-from train.records import text_of
+from train.records import read_records, text_of
+from train.tasks.example import Example
 
 Instruction = Literal["keep", "none", "boxed", "answer"]
 
@@ -83,6 +85,22 @@ def read_problem(record: Mapping[str, Any], where: str) -> Problem:
         source=str(record.get("data_source") or record.get("dataset") or ""),
         where=where,
     )
+
+
+def read_problems(path: Path) -> list[Example]:
+    """Problems to be judged on, in any known shape, as the source puts them.
+
+    Raises:
+      ValueError: the file is empty, or a record has no known shape; file and line are named.
+    """
+    found = [
+        Example(prompt=problem.asked, answer=problem.answer, where=problem.where, metadata=record.get("metadata") or {})
+        for record, where in read_records(path)
+        if (problem := read_problem(record, where))
+    ]
+    if not found:
+        raise ValueError(f"{path}: expected problems, got an empty file")
+    return found
 
 
 def strip_instruction(text: str) -> str:

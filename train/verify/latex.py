@@ -2,6 +2,8 @@ r"""What the answer rules share: finding \boxed{...} and fractions in text. Pure
 
 import re
 
+_SHORT = 64  # characters of a completion that is nothing but an answer
+
 
 def last_braced(text: str, commands: tuple[str, ...]) -> str | None:
     r"""The content of the last `\command{...}`, braces matched, or None.
@@ -18,6 +20,15 @@ def last_braced(text: str, commands: tuple[str, ...]) -> str | None:
         if found:
             return _balanced(text, found[-1].end())
     return None
+
+
+def final_answer(text: str) -> str | None:
+    r"""What a completion answers, for a vote: its last box, else its last "Answer:" line, else all of it if short."""
+    found = last_braced(text, ("boxed", "fbox"))
+    if found is None:
+        lines = re.findall(r"answer\s*:\s*([^\n]+)", text, re.IGNORECASE)
+        found = lines[-1] if lines else text if len(text) <= _SHORT else ""
+    return re.sub(r"\s+", "", found).strip("$.").removesuffix(".") or None
 
 
 def _balanced(text: str, begin: int) -> str | None:
