@@ -54,6 +54,10 @@ def _parser() -> argparse.ArgumentParser:
     report = verbs.add_parser("report", help="write a run's report.html anew")
     report.add_argument("folder", type=Path, help="run folder")
     report.set_defaults(run=_report)
+    doctor = verbs.add_parser("doctor", help="what is wrong with a run, before its first step costs anything")
+    _config_arguments(doctor)
+    doctor.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    doctor.set_defaults(run=_doctor)
     _prepare_arguments(verbs.add_parser("prepare", help="public data sets -> a file of prompts and answers"))
     benches = verbs.add_parser("bench", help="time a part on this machine").add_subparsers(
         required=True, metavar="PART"
@@ -157,6 +161,15 @@ def _report(arguments: argparse.Namespace) -> None:
     from train.report import regenerate
 
     _say(f"written: {regenerate(arguments.folder)}")
+
+
+def _doctor(arguments: argparse.Namespace) -> None:
+    from train.config import load
+    from train.doctor.examine import doctor
+
+    config = load(arguments.config, arguments.overrides)
+    if not doctor(config, arguments.runs / config.name, as_json=arguments.json):
+        raise SystemExit(1)
 
 
 def _prepare_math(arguments: argparse.Namespace) -> None:
