@@ -45,11 +45,20 @@ def stitch(request: SampleRequest, parts: Sequence[Completion]) -> Completion:
         tokens=np.concatenate([part.tokens for part in parts]),
         behavior_logp=np.concatenate([part.behavior_logp for part in parts]),
         version=np.concatenate([part.version for part in parts]),
-        trace=_stitch_traces(traces, f"trace of {request.request_id}/{last.member}") if traces else None,
+        trace=stitch_traces(traces, f"trace of {request.request_id}/{last.member}") if traces else None,
     )
 
 
-def _stitch_traces(traces: Sequence[Trace], subject: str) -> Trace:
+def stitch_traces(traces: Sequence[Trace], subject: str) -> Trace:
+    """Joins the traces of calls of which each was fed everything before it; a row is of the first call that has it.
+
+    Args:
+      traces: in order; at least one.
+      subject: names the trace in errors.
+
+    Raises:
+      ValueError: a trace begins after the rows that those before it left off.
+    """
     experts, versions = [], []
     first = covered = traces[0].first_row
     for trace in traces:

@@ -92,7 +92,7 @@ class Prompt:
       text: the data's prompt, without the template.
       answer: the data's answer.
       tokens: int32[N], the rendered prompt, N >= 1.
-      answer_tokens: int32, the answer and the first stop token: what a supervised example is trained on.
+      answer_tokens: int32, the answer (or response) and the first stop token: what a supervised example is trained on.
       metadata: the data's, for a user's reward function.
     """
 
@@ -173,7 +173,7 @@ class Encoding:
         """Ids of the rendered prompt and of the answer."""
         try:
             tokens = self.tokenizer.encode(self.prompt.render(example.prompt, self.chat))
-            answer = self.tokenizer.encode(example.answer)
+            answer = self.tokenizer.encode(example.response or example.answer)
         except ValueError as error:
             raise ValueError(f"{example.where}: {error}") from error
         if inside := [text for text in self.prompt.stop if self.tokenizer.token_id(text) in answer]:

@@ -34,7 +34,7 @@ from train.reference import Reference
 from train.report import Report
 from train.rewards import open_verifier, verifier_metrics
 from train.run_folder import SUMMARY, read_json
-from train.setup import Problem, assembly, evaluate_held_out, header, make_problem, make_publisher
+from train.setup import Problem, assembly, evaluate_held_out, header, make_problem, make_publisher, make_samples
 from train.staleness import Schedule
 from train.start import start_or_restore
 from train.state import TrainState
@@ -280,7 +280,8 @@ def open_run(config: RunConfig, folder: Path, *, console: bool) -> Iterator[Run]
         start = start_or_restore(config, problem, folder, mesh, checkpoints, report)
         buffer = Buffer(max_lag=config.plan.max_lag, deadline=config.rollout.deadline, describe=engines.describe)
         buffer.restore(start.cut.buffer)
-        collector = Collector(engines.fleet, problem.data, problem.tokenizer, problem.verifier, buffer, problem.collect)
+        samples = make_samples(config, problem, engines.fleet)
+        collector = Collector(samples, problem.data, problem.tokenizer, problem.verifier, buffer, problem.collect)
         stack.enter_context(collector)
         # Before the collector is closed, so that a stream that waits for the engine ends.
         stack.callback(engines.fleet.close)

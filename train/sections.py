@@ -138,6 +138,8 @@ class RolloutConfig:
       deadline: seconds without any completion after which the run stops.
       probe_tolerance: a version serves only if its log-probs of the probe agree to this (`ProbeReport.mean_abs`), nats.
       chunk_bytes: of a push.
+      function: "module:function" of yours that makes a trajectory out of several calls; empty = one call each.
+      trajectories: that are made at once, with `function`.
     """
 
     engine: Literal["local", "remote"]
@@ -148,6 +150,8 @@ class RolloutConfig:
     deadline: _Positive
     probe_tolerance: _Positive
     chunk_bytes: _Count
+    function: str = ""
+    trajectories: _Count = 64
 
     def __post_init__(self) -> None:
         check_fields(self, "rollout")

@@ -23,6 +23,7 @@ from train.evaluate import EvalOptions, Evaluation, Judgement, Samples, evaluate
 from train.prepare.problems import read_problems
 from train.publish import PROBE_TOKENS, ProbeScorer, Publisher
 from train.rewards import RandomReward, Verifier, build_verifier, exact_match, score
+from train.rollout import CodeRollouts, load_rollout
 from train.run_folder import RunHeader
 from train.seeds import derive_seed
 from train.tokenizer import Tokenizer, build_tokenizer, stop_ids
@@ -87,6 +88,25 @@ def make_problem(config: RunConfig) -> Problem:
         policy=policy,
         collect=collect,
     )
+
+
+def make_samples(config: RunConfig, problem: Problem, fleet: Samples) -> Samples:
+    """The fleet itself, or one whose completions are made by the run's rollout function.
+
+    Raises:
+      ValueError: that function cannot be imported.
+    """
+    if not config.rollout.function:
+        return fleet
+
+    def find(request_id: str) -> Prompt:
+        # The ids that the collector ("t12") and the evaluation ("eval-greedy-3") give.
+        if request_id.startswith("t"):
+            return problem.data[int(request_id[1:])]
+        return problem.evaluation[int(request_id.rpartition("-")[2])]
+
+    function = load_rollout(config.rollout.function)
+    return CodeRollouts(function, fleet, problem.tokenizer, find, config.rollout.trajectories)
 
 
 def _stops(config: RunConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -198,4 +218,4 @@ def evaluate_held_out(
         samples=config.eval.samples, scorers=config.verifier.workers, seed=derive_seed(config.seed, "bootstrap")
     )
     prompts = [prompt.tokens for prompt in problem.evaluation]
-    return evaluate(fleet, prompts, judge, sampling, progress, options)
+    return evaluate(make_samples(config, problem, fleet), prompts, judge, sampling, progress, options)
