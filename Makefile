@@ -4,7 +4,7 @@ RUN := runs/quickstart
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart lint test test-slow test-parity test-sharded test-sglang test-plan test-faults test-peers soak gpu-check bench clean
+.PHONY: help venv quickstart lint test test-slow test-parity test-sharded test-sglang test-plan test-faults test-extras test-peers soak gpu-check bench clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -61,6 +61,10 @@ test-faults: .venv/.installed  ## the seeded part of the fault suite: kills, lia
 
 soak: .venv/.installed  ## the whole fault suite (about an hour); writes docs/soak.md
 	$(BIN)/python -m tools.soak
+
+test-extras: .venv/.installed  ## the tests that need the extras math and parquet, which it installs
+	$(BIN)/python -m pip install --quiet -e '.[math,parquet]'
+	$(BIN)/python -m pytest -m extras
 
 clean:  ## remove the environments and caches; runs/ stays
 	rm -rf .venv .venv-* build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -46,7 +46,7 @@ def stitch(request: SampleRequest, parts: Sequence[Completion]) -> Completion:
         behavior_logp=np.concatenate([part.behavior_logp for part in parts]),
         version=np.concatenate([part.version for part in parts]),
         truncated_logp=_join([part.truncated_logp for part in parts]),
-        trace=_stitch_traces(traces, f"trace of {request.request_id}/{last.member}") if traces else None,
+        trace=stitch_traces(traces, f"trace of {request.request_id}/{last.member}") if traces else None,
     )
 
 
@@ -55,7 +55,16 @@ def _join(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:
     return np.concatenate(known) if len(known) == len(parts) else None
 
 
-def _stitch_traces(traces: Sequence[Trace], subject: str) -> Trace:
+def stitch_traces(traces: Sequence[Trace], subject: str) -> Trace:
+    """Joins the traces of calls of which each was fed everything before it; a row is of the first call that has it.
+
+    Args:
+      traces: in order; at least one.
+      subject: names the trace in errors.
+
+    Raises:
+      ValueError: a trace begins after the rows that those before it left off.
+    """
     experts, versions = [], []
     first = covered = traces[0].first_row
     for trace in traces:

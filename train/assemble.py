@@ -82,9 +82,10 @@ class AssembleStats:
       positions: input positions in use.
       fill: share of the microbatches' positions that are in use, in [0, 1].
       tokens: active (trained) tokens.
+      unverified: completions without a reward, which are trained on nowhere.
       missing: positions that were to be replayed and had no route.
       truncated: completions cut at max_new_tokens.
-      reward_mean: over all completions.
+      reward_mean: over all completions that have one; 0 if none has.
       zero_std: share of groups whose advantages are all zero, in [0, 1].
       lags: active tokens by lag.
     """
@@ -94,6 +95,7 @@ class AssembleStats:
     positions: int
     fill: float
     tokens: int
+    unverified: int
     missing: int
     truncated: int
     reward_mean: float
@@ -105,6 +107,7 @@ class AssembleStats:
         return {
             "reward/mean": self.reward_mean,
             "reward/zero_std": self.zero_std,
+            "reward/unverified": self.unverified / self.sequences,
             "length/mean": self.tokens / self.sequences,
             "length/truncated": self.truncated / self.sequences,
             "pack/fill": self.fill,
@@ -126,6 +129,7 @@ class _Sequence:
     tokens: np.ndarray
     prompt_length: int
     completion: Completion
+    trained: np.ndarray
     advantage: np.float32
 
     @property
@@ -151,13 +155,13 @@ def assemble(groups: Sequence[Group], version: int, config: AssembleConfig) -> A
         raise ValueError("batch: expected at least one group, got none")
     for group in groups:
         _check_group(group, version, config)
-    reward_PM = np.stack([group.reward_M for group in groups])
-    advantage_PM = np.asarray(group_advantages(reward_PM, config.advantage))
+    advantage_PM = _advantages(groups, config.advantage)
     sequences = [
         _Sequence(
             tokens=np.concatenate([group.prompt_tokens, completion.tokens]),
             prompt_length=len(group.prompt_tokens),
             completion=completion,
+            trained=group.trained_tokens(m),
             advantage=advantage_PM[p, m],
         )
         for p, group in enumerate(groups)
@@ -169,7 +173,7 @@ def assemble(groups: Sequence[Group], version: int, config: AssembleConfig) -> A
     microbatches = tuple(
         _microbatch(rows[first : first + size], version, config) for first in range(0, len(rows), size)
     )
-    stats = _stats(sequences, microbatches, reward_PM, advantage_PM, version, config)
+    stats = _stats(sequences, microbatches, groups, advantage_PM, version, config)
     return Assembled(microbatches=microbatches, stats=stats)
 
 
@@ -207,6 +211,16 @@ def pack(lengths: Sequence[int], row_length: int) -> list[list[int]]:
     return rows
 
 
+def _advantages(groups: Sequence[Group], config: AdvantageConfig) -> np.ndarray:
+    """float32[P, M]: a completion without a reward is no member of its group, and a group of one has no baseline."""
+    advantage_PM = np.zeros((len(groups), len(groups[0].completions)), np.float32)
+    judged = [(p, group.verified_M) for p, group in enumerate(groups) if group.verified_M.sum() >= 2]
+    rows = group_advantages([groups[p].reward_M[verified_M] for p, verified_M in judged], config)
+    for (p, verified_M), row in zip(judged, rows, strict=True):
+        advantage_PM[p, verified_M] = row
+    return advantage_PM
+
+
 def _microbatch(rows: Sequence[Sequence[_Sequence]], version: int, config: AssembleConfig) -> TokenBatch:
     shape = (config.batch.rows, config.batch.row_length)
     experts_LBTK = np.zeros((config.moe_layers, *shape, config.experts_per_token), id_dtype(config.experts))
@@ -231,7 +245,7 @@ def _microbatch(rows: Sequence[Sequence[_Sequence]], version: int, config: Assem
             arrays["position_BT"][b, start:end] = np.arange(sequence.positions)
             # The last prompt token is the first position whose target was sampled.
             sampled = slice(start + sequence.prompt_length - 1, end)
-            arrays["loss_mask_BT"][b, sampled] = True
+            arrays["loss_mask_BT"][b, sampled] = sequence.trained
             arrays["behavior_logp_BT"][b, sampled] = sequence.completion.behavior_logp
             arrays["advantage_BT"][b, sampled] = sequence.advantage
             arrays["lag_BT"][b, sampled] = version - sequence.completion.version
@@ -247,13 +261,15 @@ def _microbatch(rows: Sequence[Sequence[_Sequence]], version: int, config: Assem
 def _stats(
     sequences: Sequence[_Sequence],
     microbatches: Sequence[TokenBatch],
-    reward_PM: np.ndarray,
+    groups: Sequence[Group],
     advantage_PM: np.ndarray,
     version: int,
     config: AssembleConfig,
 ) -> AssembleStats:
     completions = [sequence.completion for sequence in sequences]
-    lags = Counter((version - np.concatenate([completion.version for completion in completions])).tolist())
+    sampled_by = np.concatenate([sequence.completion.version[sequence.trained] for sequence in sequences])
+    lags = Counter((version - sampled_by).tolist())
+    rewards = np.concatenate([group.reward_M[group.verified_M] for group in groups])
     positions = sum(sequence.positions for sequence in sequences)
     replayed = sum(int(np.count_nonzero(micro.trace.present_BT)) for micro in microbatches)
     return AssembleStats(
@@ -263,9 +279,10 @@ def _stats(
         positions=positions,
         fill=positions / (len(microbatches) * config.batch.rows * config.batch.row_length),
         tokens=lags.total(),
+        unverified=len(sequences) - len(rewards),
         missing=positions - replayed if config.replay else 0,
         truncated=sum(completion.finish is Finish.LENGTH for completion in completions),
-        reward_mean=float(reward_PM.mean(dtype=np.float64)),
+        reward_mean=float(rewards.mean(dtype=np.float64)) if len(rewards) else 0.0,
         zero_std=float(1 - advantage_PM.any(axis=1).mean()),
         lags=dict(sorted(lags.items())),
     )
@@ -280,6 +297,11 @@ def _check_group(group: Group, version: int, config: AssembleConfig) -> None:
     if group.reward_M.shape != (len(members),) or not np.isfinite(group.reward_M).all():
         raise ValueError(
             f"group t{group.ticket}: expected {len(members)} finite rewards, got {group.reward_M.tolist()}"
+        )
+    if group.trained and [len(mask) for mask in group.trained] != [len(c.tokens) for c in group.completions]:
+        raise ValueError(
+            f"group t{group.ticket}: expected a mask as long as each completion, got "
+            f"{[len(mask) for mask in group.trained]} for {[len(c.tokens) for c in group.completions]}"
         )
     _check_tokens(group.prompt_tokens, config, f"prompt t{group.ticket}")
     for completion in group.completions:

@@ -1,6 +1,7 @@
 """`sat-jax`: the verbs. Parses, calls, and says in one line what went wrong."""
 
 import argparse
+import dataclasses
 import os
 import signal
 import sys
@@ -69,14 +70,23 @@ def _parser() -> argparse.ArgumentParser:
     _config_arguments(serve)
     serve.add_argument("--listen", metavar="HOST:PORT", help="in place of rollout.listen")
     serve.set_defaults(run=_serve)
-    evaluate = verbs.add_parser("eval", help="held-out accuracy of a run's newest checkpoint")
-    evaluate.add_argument("folder", type=Path, help="run folder")
+    evaluate = verbs.add_parser("eval", help="accuracy of a run's newest checkpoint, or of what a fleet serves")
+    evaluate.add_argument("target", type=Path, help="run folder, or the config of a remote fleet")
+    evaluate.add_argument(
+        "--set", dest="overrides", action="append", default=[], metavar="A.B=C", help="such as eval.samples=16"
+    )
+    evaluate.add_argument("--compare", type=Path, metavar="FILE", help="an earlier --json: the paired difference")
     evaluate.add_argument("--json", action="store_true", help="one JSON object on standard output")
     evaluate.set_defaults(run=_evaluate)
     report = verbs.add_parser("report", help="write a run's report.html anew")
     report.add_argument("folder", type=Path, help="run folder")
     report.set_defaults(run=_report)
     _convert_arguments(verbs.add_parser("convert", help="weights to a Hugging Face folder, from one or from a run"))
+    doctor = verbs.add_parser("doctor", help="what is wrong with a run, before its first step costs anything")
+    _config_arguments(doctor)
+    doctor.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    doctor.set_defaults(run=_doctor)
+    _prepare_arguments(verbs.add_parser("prepare", help="public data sets -> a file of prompts and answers"))
     benches = verbs.add_parser("bench", help="time a part on this machine").add_subparsers(
         required=True, metavar="PART"
     )
@@ -116,6 +126,39 @@ def _clip_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.set_defaults(run=_bench_clip)
+
+
+def _prepare_arguments(parser: argparse.ArgumentParser) -> None:
+    kinds = parser.add_subparsers(required=True, metavar="KIND")
+    problems = kinds.add_parser("math", help="problems with answers: DAPO-Math-17k, Dolci-RL-Zero-Math, AIME and alike")
+    problems.add_argument("sources", nargs="+", type=Path, metavar="SRC", help=".jsonl, .parquet or .arrayrecord")
+    problems.add_argument("--out", type=Path, required=True, metavar="FILE", help=".jsonl or .arrayrecord")
+    problems.add_argument(
+        "--instruction",
+        choices=("keep", "none", "boxed", "answer"),
+        default="keep",
+        help="keep the source's, none, ask for a box, or DAPO's Answer: line (default: keep)",
+    )
+    problems.add_argument("--tokenizer", type=Path, metavar="PATH", help="folder of a checkpoint, or a tokenizer.json")
+    problems.add_argument("--chat", action="store_true", help="put prompts into the checkpoint's chat template")
+    problems.add_argument("--max-prompt-tokens", type=int, default=0, metavar="N", help="leave longer prompts out")
+    problems.add_argument(
+        "--exclude", type=Path, nargs="+", default=[], metavar="FILE", help="leave their questions out"
+    )
+    problems.add_argument("--check", default="", metavar="VERIFIER", help="leave out what it does not accept as gold")
+    problems.add_argument("--skip-bad", action="store_true", help="count records that cannot be used, do not stop")
+    problems.add_argument("--seed", type=int, help="shuffle (default: the order of the sources)")
+    problems.add_argument("--limit", type=int, default=0, metavar="N", help="at most so many problems")
+    problems.add_argument("--supervised", action="store_true", help="keep worked solutions, for warm_start.path")
+    problems.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    problems.set_defaults(run=_prepare_math)
+    tasks = kinds.add_parser("reasoning-gym", help="procedural tasks with verifiers, without a download")
+    tasks.add_argument("task", help="name of a task, e.g. chain_sum")
+    tasks.add_argument("--out", type=Path, required=True, metavar="FILE", help=".jsonl or .arrayrecord")
+    tasks.add_argument("--size", type=int, default=10_000, metavar="N", help="problems (default: 10000)")
+    tasks.add_argument("--seed", type=int, default=0)
+    tasks.add_argument("--with", dest="settings", default="{}", metavar="JSON", help="settings of the task")
+    tasks.set_defaults(run=_prepare_reasoning)
 
 
 def _config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -160,7 +203,7 @@ def _serve(arguments: argparse.Namespace) -> None:
 def _evaluate(arguments: argparse.Namespace) -> None:
     from train.evaluate_run import evaluate_run
 
-    evaluate_run(arguments.folder, as_json=arguments.json)
+    evaluate_run(arguments.target, arguments.overrides, arguments.compare, as_json=arguments.json)
 
 
 def _report(arguments: argparse.Namespace) -> None:
@@ -174,6 +217,32 @@ def _convert(arguments: argparse.Namespace) -> None:
 
     options = Options(dtype=arguments.dtype, layout=arguments.layout, version=arguments.version)
     _say(f"written: {convert(arguments.source, arguments.target, options)}")
+
+
+def _doctor(arguments: argparse.Namespace) -> None:
+    from train.config import load
+    from train.doctor.examine import doctor
+
+    config = load(arguments.config, arguments.overrides)
+    if not doctor(config, arguments.runs / config.name, as_json=arguments.json):
+        raise SystemExit(1)
+
+
+def _prepare_math(arguments: argparse.Namespace) -> None:
+    from train.prepare.math import MathOptions, prepare_math
+    from train.prepare.report import report_counts
+
+    fields = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(MathOptions)}
+    options = MathOptions(**{**fields, "sources": tuple(arguments.sources), "exclude": tuple(arguments.exclude)})
+    report_counts(prepare_math(options), options.out, as_json=arguments.json)
+
+
+def _prepare_reasoning(arguments: argparse.Namespace) -> None:
+    from train.prepare.reasoning import parse_settings, prepare_reasoning
+
+    settings = parse_settings(arguments.settings)
+    count = prepare_reasoning(arguments.task, arguments.size, arguments.seed, settings, arguments.out)
+    _say(f'written: {count} problems in {arguments.out}; train with reward = "reasoning_gym"')
 
 
 def _bench_clip(arguments: argparse.Namespace) -> None:

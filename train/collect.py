@@ -4,6 +4,7 @@ A window of tickets is requested; its prompts go to the fleet as one stream; as 
 group is put into the buffer. What goes wrong here is handed to the buffer, whose next `take` raises it.
 """
 
+import concurrent.futures
 import dataclasses
 import queue
 import threading
@@ -13,6 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from rollout_bridge.messages import Completion, Finish, SampleRequest, Sampling
+from sat_jax.advantages import OverlongConfig
 from train.buffer import Buffer
 from train.data import Prompt, PromptData
 from train.groups import Group
@@ -20,6 +22,10 @@ from train.rewards import Attempt, Verifier, score
 from train.run_folder import SampleLine
 from train.seeds import derive_seed
 from train.tokenizer import Tokenizer
+from train.trajectory import Trajectory
+from train.verify.pool import Unverified
+
+_LOOK_SECONDS = 0.25  # how soon closing is noticed while rewards are awaited
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +40,8 @@ class CollectSettings:
       stop_ids: tokens that end a completion.
       want_trace: whether routes are to be returned.
       shown: how many of the newest completions are kept for the display.
+      scorers: completions that are verified side by side.
+      overlong: how long completions are punished, or None.
     """
 
     seed: int
@@ -43,6 +51,8 @@ class CollectSettings:
     stop_ids: tuple[int, ...]
     want_trace: bool
     shown: int = 4
+    scorers: int = 1
+    overlong: OverlongConfig | None = None
 
     def sampling(self, ticket: int) -> Sampling:
         """How the prompt of this ticket is sampled."""
@@ -76,7 +86,8 @@ class OpenPrompt:
 
     prompt: Prompt
     completions: dict[int, Completion]
-    rewards: dict[int, float]
+    attempts: dict[int, Attempt]
+    rewards: dict[int, concurrent.futures.Future[float | Unverified]]
 
 
 class Collector:
@@ -101,6 +112,10 @@ class Collector:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._newest: tuple[SampleLine, ...] = ()
         self._closing = threading.Event()
+        # A verifier may take its time: completions are scored beside their arrival, and whole groups handed on in turn.
+        self._scorers = concurrent.futures.ThreadPoolExecutor(settings.scorers, thread_name_prefix="score")
+        self._finisher = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="finish")
+        self._finishing: list[concurrent.futures.Future[None]] = []
         self._thread = threading.Thread(target=self._run, name="collect", daemon=True)
         self._thread.start()
 
@@ -149,14 +164,25 @@ class Collector:
                 f"collector: expected its thread to end within {timeout:g} s, got a fleet that still blocks it; "
                 "close the fleet first"
             )
+        self._scorers.shutdown(wait=False, cancel_futures=True)
+        self._finisher.shutdown(wait=False, cancel_futures=True)
 
     def _run(self) -> None:
         try:
             while (job := self._jobs.get()) is not None and not self._closing.is_set():
-                self._collect(job)
+                try:
+                    self._collect(job)
+                finally:
+                    self._settle()
         except BaseException as error:  # raised again by the buffer, in the thread that can stop the run
             if not self._closing.is_set():
                 self._buffer.fail(error)
+
+    def _settle(self) -> None:
+        """Waits until every whole group of the job was handed on, also when the job fails: they are not lost."""
+        while not self._closing.is_set() and concurrent.futures.wait(self._finishing, _LOOK_SECONDS).not_done:
+            pass
+        self._finishing.clear()
 
     def _collect(self, job: _Job) -> None:
         pending: dict[str, tuple[int, OpenPrompt]] = {}
@@ -164,7 +190,7 @@ class Collector:
         for ticket in job.tickets:
             prompt = self._data[ticket]
             request_id = f"t{ticket}"
-            pending[request_id] = (ticket, OpenPrompt(prompt, {}, {}))
+            pending[request_id] = (ticket, OpenPrompt(prompt, {}, {}, {}))
             requests.append(
                 SampleRequest(
                     request_id=request_id,
@@ -195,15 +221,25 @@ class Collector:
         if opened is None or completion.member in opened.completions or not 0 <= completion.member < size:
             raise ValueError(f"{where}: expected a wanted member, each once, got one that is not open")
         attempt = to_attempt(ticket, opened.prompt, completion, self._tokenizer)
-        reward = score(self._verifier, attempt)
         opened.completions[completion.member] = completion
-        opened.rewards[completion.member] = reward
-        shown = SampleLine(prompt=attempt.prompt, completion=attempt.completion, answer=attempt.answer, reward=reward)
-        # Replaced as a whole, so that `samples` needs no lock.
-        self._newest = (*self._newest, shown)[-self._settings.shown :]
+        opened.attempts[completion.member] = attempt
+        opened.rewards[completion.member] = self._scorers.submit(
+            score, self._verifier, attempt, self._settings.overlong
+        )
         if len(opened.completions) == size:
             del pending[completion.request_id]
-            self._buffer.put(group_of(ticket, opened))
+            self._finishing.append(self._finisher.submit(self._finish, ticket, opened))
+
+    def _finish(self, ticket: int, opened: OpenPrompt) -> None:
+        """Waits for the rewards of a whole group and hands it on, in the finisher's thread."""
+        try:
+            group = group_of(ticket, opened)
+            # Replaced as a whole, so that `samples` needs no lock.
+            self._newest = (*self._newest, *sample_lines(opened))[-self._settings.shown :]
+            self._buffer.put(group)
+        except BaseException as error:  # raised again by the buffer, in the thread that can stop the run
+            if not self._closing.is_set():
+                self._buffer.fail(error)
 
     def _check(self, completion: Completion, version: int | None, where: str) -> None:
         check_completion(completion, self._settings.stop_ids)
@@ -241,19 +277,50 @@ def to_attempt(ticket: int, prompt: Prompt, completion: Completion, tokenizer: T
         ticket=ticket,
         member=completion.member,
         prompt=prompt.text,
-        completion=tokenizer.decode(tokens),
+        completion=tokenizer.decode(_last_turn(completion)),
         stopped=stopped,
         answer=prompt.answer,
+        metadata=prompt.metadata,
+        transcript=tokenizer.decode(tokens),
+        length=len(completion.tokens),
     )
 
 
+def _last_turn(completion: Completion) -> np.ndarray:
+    """Tokens of the last sampled stretch, without the stop token."""
+    begin = completion.last_turn if isinstance(completion, Trajectory) else 0
+    return completion.tokens[begin : len(completion.tokens) - (completion.finish is Finish.STOP)]
+
+
+def sample_lines(opened: OpenPrompt) -> list[SampleLine]:
+    """What the report shows of a whole group; waits for its rewards."""
+    return [
+        SampleLine(prompt=attempt.prompt, completion=attempt.transcript, answer=attempt.answer, reward=reward)
+        for member, attempt in opened.attempts.items()
+        if not isinstance(reward := opened.rewards[member].result(), Unverified)
+    ]
+
+
 def group_of(ticket: int, opened: OpenPrompt) -> Group:
-    """The group of a prompt whose members are all there."""
+    """The group of a prompt whose members are all there; waits for their rewards.
+
+    Raises:
+      BaseException: what the verifier raised.
+    """
+    rewards = {member: reward.result() for member, reward in opened.rewards.items()}
     members = sorted(opened.completions)
+    trained = tuple(_trained(opened.completions[member], rewards[member]) for member in members)
     return Group(
         ticket=ticket,
         prompt_tokens=opened.prompt.tokens,
         answer=opened.prompt.answer,
         completions=tuple(opened.completions[member] for member in members),
-        reward_M=np.array([opened.rewards[member] for member in members], np.float32),
+        reward_M=np.array([0.0 if isinstance(rewards[m], Unverified) else rewards[m] for m in members], np.float32),
+        trained=() if all(mask.all() for mask in trained) else trained,
     )
+
+
+def _trained(completion: Completion, reward: float | Unverified) -> np.ndarray:
+    """Which tokens are trained on: those that the policy sampled, if it is known what they are worth."""
+    sampled = completion.sampled if isinstance(completion, Trajectory) else np.ones(len(completion.tokens), bool)
+    return np.zeros_like(sampled) if isinstance(reward, Unverified) else sampled

@@ -13,7 +13,7 @@ from typing import Annotated
 from sat_jax.mesh import MeshConfig
 from train.assemble import BatchConfig
 from train.data import DataConfig, PromptConfig
-from train.rewards import VerifierName
+from train.rewards import check_name
 from train.sections import (
     AlarmsConfig,
     CheckpointConfig,
@@ -28,6 +28,7 @@ from train.staleness import BoundedSchedule, Schedule, ScheduleConfig
 from train.state import OptimConfig
 from train.strict_toml import Range, apply_overrides, check_fields, dump, read_file, read_table
 from train.tokenizer import TokenizerConfig
+from train.verify.pool import VerifierConfig
 from train.warm_start import WarmStartConfig
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -41,9 +42,9 @@ class RunConfig:
       name: the run folder is runs/<name>.
       seed: every random choice of the run follows from this and from counters.
       steps: optimizer steps after the warm start.
-      reward: the verifier.
+      reward: the verifier: a built-in one, or a function of yours, "module:function".
       schedule, data, tokenizer, prompt, policy, sampling, batch, objective, optim, warm_start, rollout, checkpoint,
-        eval, alarms, mesh, watchdog: the sections.
+        eval, alarms, mesh, watchdog, verifier: the sections.
 
     Raises:
       ValueError: settings that do not go together.
@@ -52,7 +53,7 @@ class RunConfig:
     name: str
     seed: Annotated[int, Range(at_least=0, below=2**32)]
     steps: Annotated[int, Range(at_least=1)]
-    reward: VerifierName
+    reward: str
     schedule: ScheduleConfig
     data: DataConfig
     tokenizer: TokenizerConfig
@@ -69,6 +70,7 @@ class RunConfig:
     alarms: AlarmsConfig
     mesh: MeshConfig
     watchdog: WatchdogConfig = dataclasses.field(default_factory=WatchdogConfig)
+    verifier: VerifierConfig = dataclasses.field(default_factory=VerifierConfig)
 
     def __post_init__(self) -> None:
         check_fields(self, "")
@@ -76,6 +78,17 @@ class RunConfig:
             raise ValueError(
                 f"name: expected letters, digits, '.', '_' and '-', not beginning with a sign, got {self.name!r}; "
                 "it names the run folder"
+            )
+        check_name(self.reward)
+        if self.tokenizer.kind != "file" and (self.prompt.chat or self.prompt.checkpoint_stop):
+            raise ValueError(
+                "prompt.chat, prompt.checkpoint_stop: expected false without a checkpoint's tokenizer, got true with "
+                f'tokenizer.kind = "{self.tokenizer.kind}"'
+            )
+        if self.verifier.overlong_cache > self.sampling.max_new_tokens:
+            raise ValueError(
+                f"verifier.overlong_cache: expected at most sampling.max_new_tokens = {self.sampling.max_new_tokens}, "
+                f"got {self.verifier.overlong_cache}"
             )
         if self.sampling.max_new_tokens >= self.batch.row_length:
             raise ValueError(
@@ -88,7 +101,7 @@ class RunConfig:
                 f"{self.batch.rows}; use {-(-self.batch.rows // self.mesh.batch_shards) * self.mesh.batch_shards}"
             )
         _ = self.plan  # the schedule's own checks
-        if self.eval.prompts > self.data.holdout:
+        if not self.eval.path and self.eval.prompts > self.data.holdout:
             raise ValueError(
                 f"eval.prompts: expected at most data.holdout = {self.data.holdout}, got {self.eval.prompts}"
             )

@@ -8,13 +8,15 @@ import dataclasses
 import hashlib
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import grain
 import numpy as np
 
+from train.chat import ChatTemplate
+from train.records import kind_of, read_records, text_of
 from train.seeds import derive_seed
 from train.strict_toml import Range, check_fields
 from train.tasks import Example, TaskName, generate
@@ -48,21 +50,38 @@ class PromptConfig:
     Attributes:
       template: text around the data's prompt, which replaces `{prompt}`; every other brace is itself.
       stop: token strings that end a completion. The first one ends the answers of the supervised warm start.
+      chat: whether the text is then put, as a user's message, into the chat template beside `tokenizer.path`.
+      system: message before it, with `chat`; empty = none.
+      checkpoint_stop: whether the tokens that config.json, generation_config.json and tokenizer_config.json beside
+        `tokenizer.path` name end a completion, too.
     """
 
     template: str
     stop: tuple[str, ...]
+    chat: bool = False
+    system: str = ""
+    checkpoint_stop: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, "prompt")
+        if self.system and not self.chat:
+            raise ValueError('prompt.system: expected "" without prompt.chat, got a message; set prompt.chat=true')
         if self.template.count(_PLACE) != 1:
             raise ValueError(f"prompt.template: expected {_PLACE} exactly once, got {self.template!r}")
         if not self.stop or len(set(self.stop)) != len(self.stop):
             raise ValueError(f"prompt.stop: expected at least one token string, all distinct, got {list(self.stop)}")
 
-    def render(self, prompt: str) -> str:
-        """The template with the data's prompt in it."""
-        return self.template.replace(_PLACE, prompt)
+    def render(self, prompt: str, chat: ChatTemplate | None = None) -> str:
+        """The template with the data's prompt in it, in the chat template if there is one.
+
+        Raises:
+          ValueError: the chat template refuses it.
+        """
+        text = self.template.replace(_PLACE, prompt)
+        if chat is None:
+            return text
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return chat.render([*system, {"role": "user", "content": text}])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,13 +92,15 @@ class Prompt:
       text: the data's prompt, without the template.
       answer: the data's answer.
       tokens: int32[N], the rendered prompt, N >= 1.
-      answer_tokens: int32, the answer and the first stop token: what a supervised example is trained on.
+      answer_tokens: int32, the answer (or response) and the first stop token: what a supervised example is trained on.
+      metadata: the data's, for a user's reward function.
     """
 
     text: str
     answer: str
     tokens: np.ndarray
     answer_tokens: np.ndarray
+    metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,12 +112,14 @@ class Encoding:
       prompt: template and stop tokens.
       max_new_tokens: bound on a completion, stop token included.
       row_length: T; prompt and completion must fit.
+      chat: around the template, or None.
     """
 
     tokenizer: Tokenizer
     prompt: PromptConfig
     max_new_tokens: int
     row_length: int
+    chat: ChatTemplate | None = None
 
     def encode(self, example: Example) -> Prompt:
         """Encodes and checks one example.
@@ -105,11 +128,7 @@ class Encoding:
           ValueError: a character without a token, a prompt that does not fit the row with its completion, or an answer
             that cannot be given in max_new_tokens; each with the example's place.
         """
-        try:
-            tokens = self.tokenizer.encode(self.prompt.render(example.prompt))
-            answer = self.tokenizer.encode(example.answer)
-        except ValueError as error:
-            raise ValueError(f"{example.where}: {error}") from error
+        tokens, answer = self._texts(example)
         room = self.row_length - self.max_new_tokens
         if not 1 <= len(tokens) <= room:
             raise ValueError(
@@ -123,9 +142,46 @@ class Encoding:
                 f"(sampling.max_new_tokens {self.max_new_tokens} less the stop token), got {len(answer)}; no "
                 f"completion could be right: set sampling.max_new_tokens to at least {len(answer) + 1}"
             )
-        stop = self.tokenizer.token_id(self.prompt.stop[0])
-        answer_tokens = np.append(answer, np.int32(stop)).astype(np.int32)
-        return Prompt(text=example.prompt, answer=example.answer, tokens=tokens, answer_tokens=answer_tokens)
+        answer_tokens = np.append(answer, np.int32(self._stop)).astype(np.int32)
+        return Prompt(
+            text=example.prompt,
+            answer=example.answer,
+            tokens=tokens,
+            answer_tokens=answer_tokens,
+            metadata=example.metadata,
+        )
+
+    def encode_pair(self, example: Example) -> tuple[list[int], list[int]]:
+        """Encodes a supervised example, whose answer is a whole response: (prompt, response with the first stop token).
+
+        Raises:
+          ValueError: a character without a token, or the pair does not fit the row.
+        """
+        tokens, response = self._texts(example)
+        if not 1 <= len(tokens) + len(response) + 1 <= self.row_length:
+            raise ValueError(
+                f"{example.where}: expected a prompt and a response of at most {self.row_length} tokens "
+                f"(batch.row_length) with the stop token, got {len(tokens)} + {len(response)} + 1"
+            )
+        return tokens.tolist(), [*response.tolist(), self._stop]
+
+    @property
+    def _stop(self) -> int:
+        return self.tokenizer.token_id(self.prompt.stop[0])
+
+    def _texts(self, example: Example) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of the rendered prompt and of the answer."""
+        try:
+            tokens = self.tokenizer.encode(self.prompt.render(example.prompt, self.chat))
+            answer = self.tokenizer.encode(example.response or example.answer)
+        except ValueError as error:
+            raise ValueError(f"{example.where}: {error}") from error
+        if inside := [text for text in self.prompt.stop if self.tokenizer.token_id(text) in answer]:
+            raise ValueError(
+                f"{example.where}: expected an answer without a stop token (prompt.stop), got {inside[0]!r} in "
+                f"{example.answer!r}; no completion could go beyond it"
+            )
+        return tokens, answer
 
 
 class PromptData:
@@ -210,53 +266,42 @@ def split(config: DataConfig, examples: Sequence[Example], seed: int) -> tuple[l
 
 
 def read_jsonl(path: Path) -> list[Example]:
-    """Reads {"prompt": text, "answer": text or integer} lines; blank lines, CRLF and a leading BOM are accepted.
+    """Reads {"prompt": text, "answer": text or integer} records; an object "metadata" is kept, other keys are not.
+
+    Args:
+      path: JSON lines (blank lines, CRLF and a leading BOM are accepted), `.parquet` or `.arrayrecord`.
 
     Raises:
-      ValueError: the file cannot be read or is empty, or a line is not such a line; file and line are named.
+      ValueError: the file cannot be read or is empty, or a record is not such a one; file and line are named.
     """
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise ValueError(f"data.path: expected a readable file, got: {error.strerror} ({path})") from error
-    lines = content.removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    examples = [_read_line(line, f"{path}:{number}") for number, line in enumerate(lines, start=1) if line.strip()]
+    examples = [_example(record, where) for record, where in read_records(path)]
     if not examples:
         raise ValueError(f'{path}: expected a line {{"prompt": ..., "answer": ...}}, got an empty file')
     return examples
 
 
-def _read_line(line: bytes, where: str) -> Example:
-    try:
-        record = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{where}: expected UTF-8, got byte 0x{line[error.start]:02x} at byte {error.start}"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: expected one JSON object, got: {error}") from error
-    if not isinstance(record, dict):
-        raise ValueError(f"{where}: expected a JSON object, got {_kind(record)}")
-    return Example(prompt=_text(record, "prompt", where), answer=_text(record, "answer", where), where=where)
+def read_supervised(path: Path, encoding: Encoding) -> list[tuple[list[int], list[int]]]:
+    """Reads {"prompt": text, "response": text} records as token ids: (prompt, response with the first stop token).
+
+    Raises:
+      ValueError: as `read_jsonl`, or a pair does not fit the row; file and line are named.
+    """
+    pairs = []
+    for record, where in read_records(path):
+        prompt, response = text_of(record, "prompt", where), text_of(record, "response", where)
+        pairs.append(encoding.encode_pair(Example(prompt=prompt, answer=response, where=where)))
+    if not pairs:
+        raise ValueError(f'{path}: expected a line {{"prompt": ..., "response": ...}}, got an empty file')
+    return pairs
 
 
-def _text(record: dict[str, Any], key: str, where: str) -> str:
-    if key not in record:
-        raise ValueError(f"{where}: expected the key {key!r}, got {', '.join(map(repr, record)) or 'none'}")
-    value = record[key]
-    if key == "answer" and isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
-    if not isinstance(value, str):
-        raise ValueError(f"{where}: expected {key!r} to be a string, got {_kind(value)}; write it in quotes")
-    if not value:
-        raise ValueError(f"{where}: expected {key!r} to be a string that is not empty, got an empty one")
-    if any("\ud800" <= character <= "\udfff" for character in value):
-        raise ValueError(f"{where}: expected {key!r} to be Unicode text, got half of a surrogate pair in {value!r}")
-    return value
-
-
-def _kind(value: Any) -> str:
-    if value is None:
-        return "null"
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
-    return names[type(value)]
+def _example(record: Mapping[str, Any], where: str) -> Example:
+    metadata = record.get("metadata", {})
+    if not isinstance(metadata, dict):
+        raise ValueError(f"{where}: expected 'metadata' to be an object, got {kind_of(metadata)}")
+    return Example(
+        prompt=text_of(record, "prompt", where),
+        answer=text_of(record, "answer", where, numbers=True),
+        where=where,
+        metadata=metadata,
+    )

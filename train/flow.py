@@ -4,9 +4,9 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 
-from rollout_bridge import Fleet, FleetOptions
+from rollout_bridge import FleetOptions
 from train.buffer import Buffer, BufferSnapshot
-from train.collect import Collector
+from train.collect import Collector, Samples
 from train.config import RunConfig
 from train.setup import Problem
 from train.staleness import BoundedSchedule, Schedule
@@ -62,13 +62,14 @@ Flow = BatchWise | Bounded
 
 @contextlib.contextmanager
 def open_flow(
-    config: RunConfig, problem: Problem, fleet: Fleet, describe: Callable[[], str], snapshot: BufferSnapshot
+    config: RunConfig, problem: Problem, samples: Samples, describe: Callable[[], str], snapshot: BufferSnapshot
 ) -> Iterator[Flow]:
     """The buffer and the threads that fill it, restored from a cut's.
 
     Args:
       config, problem: the run's.
-      fleet: that samples; closed before the threads are, so that one that waits for an engine ends.
+      samples: the fleet, or rollouts by code over it; the fleet is to be closed before this is, so that a thread that
+        waits for an engine ends.
       describe: says how the engines are, for errors about waiting.
       snapshot: of the cut.
     """
@@ -77,7 +78,7 @@ def open_flow(
         if isinstance(plan, Schedule):
             buffer = Buffer(max_lag=plan.max_lag, deadline=config.rollout.deadline, describe=describe)
             buffer.restore(snapshot)
-            collector = Collector(fleet, problem.data, problem.tokenizer, problem.verifier, buffer, problem.collect)
+            collector = Collector(samples, problem.data, problem.tokenizer, problem.verifier, buffer, problem.collect)
             stack.enter_context(collector)
             flow = BatchWise(plan, buffer, collector)
             if snapshot.ledger.out:
@@ -86,15 +87,14 @@ def open_flow(
                     "is of a bounded run: resume it with schedule.mode = bounded"
                 )
         else:
-            flow = _open_bounded(config, problem, fleet, describe, plan)
+            flow = _open_bounded(config, problem, samples, describe, plan)
             flow.buffer.restore(snapshot)
             stack.enter_context(flow.collector)
-        stack.callback(fleet.close)
         yield flow
 
 
 def _open_bounded(
-    config: RunConfig, problem: Problem, fleet: Fleet, describe: Callable[[], str], plan: BoundedSchedule
+    config: RunConfig, problem: Problem, samples: Samples, describe: Callable[[], str], plan: BoundedSchedule
 ) -> Bounded:
     schedule = config.schedule
     settings = StreamSettings(
@@ -113,4 +113,4 @@ def _open_bounded(
         request_deadline=schedule.request_deadline,
         samplers=min(streams, (plan.max_lag + 1) * plan.groups_per_step),
     )
-    return Bounded(plan, buffer, StreamCollector(fleet, task, buffer))
+    return Bounded(plan, buffer, StreamCollector(samples, task, buffer))

@@ -15,7 +15,7 @@ import numpy as np
 
 from rollout_bridge.messages import Completion, Finish, LogprobDefinition, Trace
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +27,9 @@ class Group:
       prompt_tokens: int32[N], as the engine was fed.
       answer: the data's.
       completions: of members 0 .. M - 1, in that order.
-      reward_M: float32, finite, by member.
+      reward_M: float32, finite, by member; 0 where it has none (see `verified_M`).
+      trained: bool[N] of every completion, whether each of its tokens is trained on: False for tokens that code
+        inserted, and for all of a completion that could not be verified. Empty where every token of all of them is.
     """
 
     ticket: int
@@ -35,6 +37,18 @@ class Group:
     answer: str
     completions: tuple[Completion, ...]
     reward_M: np.ndarray
+    trained: tuple[np.ndarray, ...] = ()
+
+    @property
+    def verified_M(self) -> np.ndarray:
+        """bool[M]: which completions have a reward; the others are trained on nowhere."""
+        if not self.trained:
+            return np.ones(len(self.completions), bool)
+        return np.array([mask.any() for mask in self.trained])
+
+    def trained_tokens(self, member: int) -> np.ndarray:
+        """bool[N]: which tokens of a completion are trained on."""
+        return self.trained[member] if self.trained else np.ones(len(self.completions[member].tokens), bool)
 
     @property
     def num_tokens(self) -> int:
@@ -71,6 +85,8 @@ def to_bytes(groups: Sequence[Group]) -> bytes:
         "prompt_tokens": _join([group.prompt_tokens for group in groups], np.int32),
         "members": np.array([len(group.completions) for group in groups], np.int64),
         "reward": _join([group.reward_M for group in groups], np.float32),
+        "masked": np.array([bool(group.trained) for group in groups], bool),
+        "trained": _join([mask for group in groups for mask in group.trained], np.bool_),
         "member": np.array([completion.member for completion in completions], np.int64),
         "length": np.array([len(completion.tokens) for completion in completions], np.int64),
         "tokens": _join([completion.tokens for completion in completions], np.int32),
@@ -108,6 +124,13 @@ def from_bytes(blob: bytes) -> list[Group]:
     completions = iter(_completions(columns, text))
     prompts = _cut(columns["prompt_tokens"], columns["prompt_length"])
     rewards = _cut(columns["reward"], columns["members"])
+    lengths = _cut(columns["length"], columns["members"])
+    masks = iter(
+        _cut(
+            columns["trained"],
+            [n for each, masked in zip(lengths, columns["masked"], strict=True) if masked for n in each],
+        )
+    )
     return [
         Group(
             ticket=int(columns["ticket"][index]),
@@ -115,6 +138,7 @@ def from_bytes(blob: bytes) -> list[Group]:
             answer=text["answer"][index],
             completions=tuple(next(completions) for _ in range(int(members))),
             reward_M=rewards[index],
+            trained=tuple(next(masks) for _ in range(int(members))) if columns["masked"][index] else (),
         )
         for index, members in enumerate(columns["members"])
     ]

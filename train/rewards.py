@@ -1,17 +1,26 @@
 """Verifiers: what a completion is worth. Each is a pure function of one attempt.
 
 A verifier that fails is an error of the run, never a reward: a reward of 0 would look like a policy that is wrong.
+What may hang or crash runs in processes that are killed (`train.verify`).
 """
 
+import contextlib
 import dataclasses
+import difflib
 import math
-from typing import Literal, Protocol, assert_never
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
 
 import numpy as np
 
+from sat_jax.advantages import OverlongConfig, overlong_penalty
 from train.seeds import derive_seed
+from train.verify.pool import PoolCounts, Unverified, VerifierConfig, VerifierPool
+from train.verify.worker import RULES
 
-VerifierName = Literal["exact_match", "random"]
+INLINE = ("exact_match", "random")
+_USER = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,9 +30,13 @@ class Attempt:
     Attributes:
       ticket, member: which completion of the run.
       prompt: the data's prompt, without the template.
-      completion: its text, without the stop token.
+      completion: its text, without the stop token; of several turns, the last one's.
       stopped: whether a stop token ended it; False if it was cut at max_new_tokens.
       answer: the data's answer.
+      metadata: the data's, for a user's function.
+      transcript: everything after the prompt, what code inserted included; equals `completion` for a single turn but
+        for stop tokens between turns.
+      length: tokens after the prompt, stop token included.
     """
 
     ticket: int
@@ -32,13 +45,16 @@ class Attempt:
     completion: str
     stopped: bool
     answer: str
+    metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    transcript: str = ""
+    length: int = 0
 
 
 class Verifier(Protocol):
     """Gives a finite reward; must depend on nothing but the attempt (and a seed), so that a resumed run agrees."""
 
-    def __call__(self, attempt: Attempt, /) -> float:
-        """The reward."""
+    def __call__(self, attempt: Attempt, /) -> float | Unverified:
+        """The reward, or that there is none: then the completion is left out."""
         ...
 
 
@@ -58,19 +74,107 @@ class RandomReward:
         return float(derive_seed(self.seed, "reward", attempt.ticket, attempt.member) % 2)
 
 
-def build_verifier(name: VerifierName, seed: int) -> Verifier:
-    """The configured verifier; `seed` is the run's."""
-    match name:
-        case "exact_match":
-            return exact_match
-        case "random":
-            return RandomReward(seed)
-        case _:
-            assert_never(name)
+class PooledVerifier:
+    """A rule or a user's function in processes of their own."""
+
+    def __init__(self, name: str, config: VerifierConfig) -> None:
+        """Starts nothing yet; see `VerifierPool`."""
+        self._pool = VerifierPool(name, config)
+
+    def __call__(self, attempt: Attempt) -> float | Unverified:
+        """What the function says of prompt, completion, answer and metadata."""
+        fields = {
+            "prompt": attempt.prompt,
+            "completion": attempt.completion,
+            "answer": attempt.answer,
+            "metadata": {
+                "stopped": attempt.stopped,
+                "transcript": attempt.transcript or attempt.completion,
+                **attempt.metadata,
+            },
+        }
+        return self._pool.ask(fields, f"completion t{attempt.ticket}/{attempt.member}")
+
+    def check(self) -> None:
+        """Loads the function once.
+
+        Raises:
+          ValueError: it cannot be loaded.
+        """
+        self._pool.check()
+
+    def counts(self) -> PoolCounts:
+        """What happened so far."""
+        return self._pool.counts()
+
+    def close(self) -> None:
+        """Kills the processes."""
+        self._pool.close()
 
 
-def score(verifier: Verifier, attempt: Attempt) -> float:
-    """Asks the verifier and checks what it says.
+def check_name(name: str) -> None:
+    """Checks the name of a verifier.
+
+    Raises:
+      ValueError: it is neither a built-in one nor "module:function"; the nearest one is named.
+    """
+    known = (*INLINE, *RULES)
+    if name in known or _USER.fullmatch(name):
+        return
+    close = difflib.get_close_matches(name, known, n=1)
+    remedy = f"did you mean {close[0]!r}?" if close else 'a function of yours is "module:function"'
+    raise ValueError(f"reward: expected one of {', '.join(map(repr, known))}, got {name!r}; {remedy}")
+
+
+def build_verifier(name: str, seed: int, config: VerifierConfig | None = None) -> Verifier:
+    """The configured verifier.
+
+    Args:
+      name: built in, or "module:function".
+      seed: the run's.
+      config: of the processes, for those that have any.
+
+    Raises:
+      ValueError: there is no such verifier.
+    """
+    check_name(name)
+    if name == "exact_match":
+        return exact_match
+    if name == "random":
+        return RandomReward(seed)
+    return PooledVerifier(name, config or VerifierConfig())
+
+
+@contextlib.contextmanager
+def open_verifier(verifier: Verifier) -> Iterator[Verifier]:
+    """Loads the verifier's function, and ends its processes on the way out.
+
+    Raises:
+      ValueError: the function cannot be loaded.
+    """
+    if not isinstance(verifier, PooledVerifier):
+        yield verifier
+        return
+    with contextlib.closing(verifier):
+        verifier.check()
+        yield verifier
+
+
+def verifier_metrics(verifier: Verifier) -> dict[str, float]:
+    """What the processes of a verifier did so far, as metrics; nothing where it has none."""
+    if not isinstance(verifier, PooledVerifier):
+        return {}
+    counts = verifier.counts()
+    return {
+        "verify/attempts": float(counts.attempts),
+        "verify/timeouts": float(counts.timeouts),
+        "verify/errors": float(counts.errors),
+        "verify/starts": float(counts.starts),
+    }
+
+
+def score(verifier: Verifier, attempt: Attempt, overlong: OverlongConfig | None = None) -> float | Unverified:
+    """Asks the verifier, checks what it says, and adds the punishment of a long completion.
 
     Raises:
       ValueError: the reward is not a finite number.
@@ -80,8 +184,15 @@ def score(verifier: Verifier, attempt: Attempt) -> float:
     try:
         reward = verifier(attempt)
     except Exception as error:
-        error.add_note(f"reward of {where}: the verifier failed on {attempt.completion!r}")
+        error.add_note(f"reward of {where}: the verifier failed on {_shown(attempt.completion)}")
         raise
+    if isinstance(reward, Unverified):
+        return reward
     if not isinstance(reward, int | float | np.integer | np.floating) or not math.isfinite(reward):
-        raise ValueError(f"reward: expected a finite number, got {reward!r} ({where}, {attempt.completion!r})")
-    return float(reward)
+        raise ValueError(f"reward: expected a finite number, got {reward!r} ({where}, {_shown(attempt.completion)})")
+    penalty = 0.0 if overlong is None else float(overlong_penalty(np.array(attempt.length), overlong))
+    return float(reward) + penalty
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 200 else f"...{text[-200:]}")

@@ -35,8 +35,9 @@ from train.publish import Publisher
 from train.recording import save_batch
 from train.reference import Reference
 from train.report import Report
+from train.rewards import open_verifier, verifier_metrics
 from train.run_folder import SUMMARY, read_json
-from train.setup import Problem, assembly, evaluate_held_out, header, make_problem, make_publisher
+from train.setup import Problem, assembly, evaluate_held_out, header, make_problem, make_publisher, make_samples
 from train.staleness import BoundedSchedule, Schedule
 from train.start import start_or_restore
 from train.state import TrainState
@@ -224,6 +225,7 @@ class Run:
             **done.metrics,
             **assembled.metrics(),
             **stats.metrics(),
+            **verifier_metrics(self.problem.verifier),
             **(published.metrics() if published else {}),
             **seen,
             "learning_rate": float(np.asarray(self.config.optim.learning_rate()(version - 1))),
@@ -247,7 +249,7 @@ class Run:
             }
             for side in ("before", "after")
         }
-        prompts = min(self.config.eval.prompts, len(self.problem.data.held_out))
+        prompts = len(self.problem.evaluation)
         facts = {
             "compilations": f"{self.compiles.count} programs in {self.compiles.seconds:.0f} s, by the trainer",
         }
@@ -267,7 +269,7 @@ class Run:
             self.report.event("warning", said)
 
     def _evaluates(self, version: int) -> bool:
-        if not (self.config.eval.prompts and self.problem.data.held_out):
+        if not self.problem.evaluation:
             return False
         first_or_last = version in (0, self.config.steps)
         return first_or_last or self.schedule.due(version, self.config.eval.every)
@@ -340,6 +342,7 @@ def open_run(config: RunConfig, folder: Path, options: Options) -> Iterator[Run]
     """Builds a run: restores the newest cut of the folder, or makes version 0. Everything is closed on the way out."""
     with contextlib.ExitStack() as stack:
         problem = make_problem(config)
+        stack.enter_context(open_verifier(problem.verifier))
         compiles = stack.enter_context(CompileCounter())
         mesh = make_mesh(config.mesh)
         report = stack.enter_context(Report(folder, header(config, problem, mesh, folder), console=options.console))
@@ -350,7 +353,10 @@ def open_run(config: RunConfig, folder: Path, options: Options) -> Iterator[Run]
         engines = stack.enter_context(attach_fleet(config, problem, folder, report.event))
         start = start_or_restore(config, problem, folder, mesh, checkpoints, report)
         ledger = stack.enter_context(contextlib.closing(LedgerLog(folder, start.cut.state.version)))
-        flow = stack.enter_context(open_flow(config, problem, engines.fleet, engines.describe, start.cut.buffer))
+        samples = make_samples(config, problem, engines.fleet)
+        flow = stack.enter_context(open_flow(config, problem, samples, engines.describe, start.cut.buffer))
+        # Before the flow is closed, so that a stream that waits for an engine ends.
+        stack.callback(engines.fleet.close)
         step = Step(start.graph, start.optimizer, config.objective.config, config.sampling.temperature, start.cut.state)
         yield Run(
             config=config,

@@ -146,6 +146,8 @@ class RolloutConfig:
       chunk_bytes: of a push.
       tls_ca: PEM file of the authority that signed the bridges' certificates; "" = no TLS.
       token_file: file that holds the bridges' bearer token; "" = none.
+      function: "module:function" of yours that makes a trajectory out of several calls; empty = one call each.
+      trajectories: that are made at once, with `function`.
     """
 
     engine: Literal["local", "remote"]
@@ -158,6 +160,8 @@ class RolloutConfig:
     chunk_bytes: _Count
     tls_ca: str = ""
     token_file: str = ""
+    function: str = ""
+    trajectories: _Count = 64
 
     def __post_init__(self) -> None:
         check_fields(self, "rollout")
@@ -213,11 +217,16 @@ class EvalConfig:
 
     Attributes:
       every: steps; 0 = only before and after.
-      prompts: held-out prompts, at most; 0 = no evaluation.
+      prompts: held-out prompts, or problems of `path`, at most; 0 = no evaluation.
+      path: file of problems in place of held-out prompts: {"prompt" or "problem": ..., "answer": ...} a line, such as
+        AIME's; empty = the held-out prompts.
+      samples: k, completions a problem.
     """
 
     every: _Maybe
     prompts: _Maybe
+    path: str = ""
+    samples: _Count = 1
 
     def __post_init__(self) -> None:
         check_fields(self, "eval")

@@ -11,25 +11,36 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from rollout_bridge import Completion, Fleet, InFlight
+from sat_jax.advantages import OverlongConfig
 from sat_jax.model import PolicyConfig
 from train.assemble import AssembleConfig
+from train.chat import ChatTemplate, stop_tokens
 from train.collect import CollectSettings, to_attempt
 from train.config import RunConfig
-from train.data import Encoding, PromptData, read_examples, split
-from train.evaluate import Evaluation, evaluate
+from train.data import Encoding, Prompt, PromptData, read_examples, split
+from train.evaluate import EvalOptions, Evaluation, Judgement, Samples, evaluate
+from train.prepare.problems import read_problems
 from train.publish import PROBE_TOKENS, ProbeScorer, Publisher
-from train.rewards import Verifier, build_verifier, exact_match, score
+from train.rewards import RandomReward, Verifier, build_verifier, exact_match, score
+from train.rollout import CodeRollouts, load_rollout
 from train.run_folder import RunHeader
 from train.seeds import derive_seed
 from train.tokenizer import Tokenizer, build_tokenizer, stop_ids
+from train.verify.latex import final_answer
+from train.verify.pool import Unverified
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What is learnt: prompts, their encoding, the verifier, the policy's architecture, how it is sampled."""
+    """What is learnt: prompts, their encoding, the verifier, the policy's architecture, how it is sampled.
+
+    `evaluation` are the problems that it is judged on: of a file, or held-out prompts.
+    """
 
     tokenizer: Tokenizer
+    encoding: Encoding
     data: PromptData
+    evaluation: tuple[Prompt, ...]
     verifier: Verifier
     policy: PolicyConfig
     collect: CollectSettings
@@ -43,34 +54,79 @@ def make_problem(config: RunConfig) -> Problem:
     """
     examples = read_examples(config.data)
     train, held_out = split(config.data, examples, config.seed)
-    texts = (text for e in examples for text in (config.prompt.render(e.prompt), e.answer))
+    chat = ChatTemplate.from_folder(Path(config.tokenizer.path).parent) if config.prompt.chat else None
+    judged = read_problems(Path(config.eval.path)) if config.eval.path and config.eval.prompts else []
+    texts = (text for e in (*examples, *judged) for text in (config.prompt.render(e.prompt), e.answer))
     tokenizer = build_tokenizer(config.tokenizer, texts)
     encoding = Encoding(
         tokenizer=tokenizer,
         prompt=config.prompt,
         max_new_tokens=config.sampling.max_new_tokens,
         row_length=config.batch.row_length,
+        chat=chat,
     )
     data = PromptData(train, held_out, encoding, config.seed)
-    try:
-        stops = stop_ids(tokenizer, config.prompt.stop)
-    except ValueError as error:
-        raise ValueError(f"prompt.stop: {error}") from error
+    evaluation = tuple(encoding.encode(example) for example in judged) if judged else data.held_out
     policy = config.policy.build(vocab_size=tokenizer.vocab_size, max_positions=config.batch.row_length)
     collect = CollectSettings(
         seed=config.seed,
         group_size=config.batch.group_size,
         temperature=config.sampling.temperature,
         max_new_tokens=config.sampling.max_new_tokens,
-        stop_ids=stops,
+        stop_ids=_stops(config, tokenizer),
         want_trace=config.objective.replay and policy.moe_layers > 0,
+        scorers=config.verifier.workers,
+        overlong=_overlong(config),
     )
     return Problem(
         tokenizer=tokenizer,
+        encoding=encoding,
         data=data,
-        verifier=build_verifier(config.reward, config.seed),
+        evaluation=evaluation[: config.eval.prompts],
+        verifier=build_verifier(config.reward, config.seed, config.verifier),
         policy=policy,
         collect=collect,
+    )
+
+
+def make_samples(config: RunConfig, problem: Problem, fleet: Samples) -> Samples:
+    """The fleet itself, or one whose completions are made by the run's rollout function.
+
+    Raises:
+      ValueError: that function cannot be imported.
+    """
+    if not config.rollout.function:
+        return fleet
+
+    def find(request_id: str) -> Prompt:
+        # The ids that the collectors ("t12", "t12-1" where asked for again) and the evaluation ("eval-greedy-3") give.
+        if request_id.startswith("t"):
+            return problem.data[int(request_id[1:].partition("-")[0])]
+        return problem.evaluation[int(request_id.rpartition("-")[2])]
+
+    function = load_rollout(config.rollout.function)
+    return CodeRollouts(function, fleet, problem.tokenizer, find, config.rollout.trajectories)
+
+
+def _stops(config: RunConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The ids that end a completion: those of the config, then those that only the checkpoint's files name."""
+    try:
+        stops = stop_ids(tokenizer, config.prompt.stop)
+    except ValueError as error:
+        raise ValueError(f"prompt.stop: {error}") from error
+    if not config.prompt.checkpoint_stop:
+        return stops
+    named = stop_tokens(Path(config.tokenizer.path).parent, tokenizer).ids
+    return (*stops, *(token for token in named if token not in stops))
+
+
+def _overlong(config: RunConfig) -> OverlongConfig | None:
+    if not config.verifier.overlong_cache:
+        return None
+    return OverlongConfig(
+        max_length=config.sampling.max_new_tokens,
+        cache=config.verifier.overlong_cache,
+        factor=config.verifier.overlong_factor,
     )
 
 
@@ -159,13 +215,24 @@ def _architecture(policy: PolicyConfig) -> str:
 
 
 def evaluate_held_out(
-    config: RunConfig, problem: Problem, fleet: Fleet, progress: Callable[[], None] = lambda: None
+    config: RunConfig, problem: Problem, fleet: Samples, progress: Callable[[], None] = lambda: None
 ) -> Evaluation:
-    """Accuracy on held-out prompts at the version that the fleet serves; by exact match, whatever is trained on."""
-    prompts = problem.data.held_out[: config.eval.prompts]
+    """Accuracy at the version that the fleet serves, by the run's own verifier (exact match for the random control).
 
-    def right(index: int, completion: Completion) -> float:
-        return score(exact_match, to_attempt(index, prompts[index], completion, problem.tokenizer))
+    A completion is right where the verifier gives more than 1/2, before any punishment of its length.
+    """
+    verifier = exact_match if isinstance(problem.verifier, RandomReward) else problem.verifier
+
+    def judge(index: int, completion: Completion) -> Judgement:
+        attempt = to_attempt(index, problem.evaluation[index], completion, problem.tokenizer)
+        reward = score(verifier, attempt)
+        verified = not isinstance(reward, Unverified)
+        right = not isinstance(reward, Unverified) and reward > 0.5
+        return Judgement(right=right, answer=final_answer(attempt.completion), verified=verified)
 
     sampling = dataclasses.replace(problem.collect.sampling(0), seed=derive_seed(config.seed, "evaluate") % 2**30)
-    return evaluate(fleet, [prompt.tokens for prompt in prompts], right, sampling, progress)
+    options = EvalOptions(
+        samples=config.eval.samples, scorers=config.verifier.workers, seed=derive_seed(config.seed, "bootstrap")
+    )
+    prompts = [prompt.tokens for prompt in problem.evaluation]
+    return evaluate(make_samples(config, problem, fleet), prompts, judge, sampling, progress, options)

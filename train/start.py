@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from train.buffer import BufferSnapshot
 from train.checkpoint import Checkpoints, Cut, Identity
 from train.config import RunConfig
+from train.data import read_supervised
 from train.reference import Reference
 from train.report import Report
 from train.seeds import derive_seed
@@ -47,9 +48,7 @@ def start_or_restore(
     report.resume(0)
     graph, params = _init(config, problem, mesh)
     if config.warm_start.steps:
-        examples = Examples.pack(
-            [(prompt.tokens.tolist(), prompt.answer_tokens.tolist()) for prompt in problem.data.train]
-        )
+        examples = Examples.pack(supervised_pairs(config, problem))
         warm = WarmStart(graph, examples, config.warm_start, derive_seed(config.seed, "warm_start"))
         params = warm.run(params, report.warm_start)
     reference = None
@@ -92,6 +91,17 @@ def restore(
     cut = checkpoints.restore(init_state(params, optimizer, mesh), identity(problem, reference), version)
     assert cut is not None, "there is a latest one"
     return Start(graph=graph, optimizer=optimizer, cut=cut, reference=reference)
+
+
+def supervised_pairs(config: RunConfig, problem: Problem) -> list[tuple[list[int], list[int]]]:
+    """What the warm start trains on: (prompt, answer with its stop token), as token ids.
+
+    Raises:
+      ValueError: the file of worked solutions cannot be used.
+    """
+    if not config.warm_start.path:
+        return [(prompt.tokens.tolist(), prompt.answer_tokens.tolist()) for prompt in problem.data.train]
+    return read_supervised(Path(config.warm_start.path), problem.encoding)
 
 
 def identity(problem: Problem, reference: Reference | None) -> Identity:

@@ -1,20 +1,20 @@
 """The bounded mode's collection: samplers, each with one prompt at a time, feed the stream buffer.
 
-A sampler takes a ticket as soon as one may be admitted, asks the fleet for the members that are missing, scores them
-as they come and hands over the group. When a request's deadline has passed, or the fleet gives it up, the members that
-are there are kept and the others asked for anew. Launches no JAX computation.
+A sampler takes a ticket as soon as one may be admitted, asks the fleet for the members that are missing, has them
+scored as they come and hands over the group. When a request's deadline has passed, or the fleet gives it up, the
+members that are there are kept and the others asked for anew. Launches no JAX computation.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Generator, Sequence
 
 from rollout_bridge.errors import Retryable
 from rollout_bridge.messages import Completion, SampleRequest
-from train.collect import CollectSettings, OpenPrompt, check_completion, group_of, to_attempt
+from train.collect import CollectSettings, OpenPrompt, Samples, check_completion, group_of, sample_lines, to_attempt
 from train.data import PromptData
 from train.rewards import Verifier, score
 from train.run_folder import SampleLine
@@ -23,21 +23,12 @@ from train.stream_buffer import StreamBuffer, Ticket
 from train.tokenizer import Tokenizer
 
 
-class SamplesEach(Protocol):
-    """What a sampler needs of a fleet; called from many threads."""
-
-    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
-        """Every wanted (request, member) exactly once; closing the iterator ends what still runs."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
     """What is sampled and judged, and how.
 
     Attributes:
-      data, tokenizer, verifier, settings: as `train.collect.Collector` takes them; the verifier is called from every
-        sampler's thread.
+      data, tokenizer, verifier, settings: as `train.collect.Collector` takes them.
       request_deadline: seconds after which a request is cut short.
       samplers: prompts that are asked for at once.
     """
@@ -53,7 +44,7 @@ class Task:
 class StreamCollector:
     """Keeps the fleet busy. A context manager; `close` ends its threads."""
 
-    def __init__(self, fleet: SamplesEach, task: Task, buffer: StreamBuffer) -> None:
+    def __init__(self, fleet: Samples, task: Task, buffer: StreamBuffer) -> None:
         """Starts the samplers; they wait until the buffer admits something."""
         self._fleet = fleet
         self._task = task
@@ -61,6 +52,7 @@ class StreamCollector:
         self._kept: dict[int, OpenPrompt] = {}  # of requests that were cut short, until they are taken up again
         self._newest: tuple[SampleLine, ...] = ()
         self._closing = threading.Event()
+        self._scorers = concurrent.futures.ThreadPoolExecutor(task.settings.scorers, thread_name_prefix="score")
         self._threads = [
             threading.Thread(target=self._run, name=f"sampler-{number}", daemon=True) for number in range(task.samplers)
         ]
@@ -97,6 +89,7 @@ class StreamCollector:
                 f"collector: expected its samplers to end within {timeout:g} s, got {len(alive)} that the fleet still "
                 f"blocks ({', '.join(alive[:4])}); close the fleet first"
             )
+        self._scorers.shutdown(wait=False, cancel_futures=True)
 
     def _run(self) -> None:
         try:
@@ -108,7 +101,7 @@ class StreamCollector:
 
     def _sample(self, ticket: Ticket) -> None:
         """Samples what is missing of a prompt; hands over its group, or keeps what came and says that it is late."""
-        opened = self._kept.pop(ticket.number, None) or OpenPrompt(self._task.data[ticket.number], {}, {})
+        opened = self._kept.pop(ticket.number, None) or OpenPrompt(self._task.data[ticket.number], {}, {}, {})
         whole = False
         try:
             whole = self._receive(ticket, opened)
@@ -116,7 +109,10 @@ class StreamCollector:
             if self._closing.is_set():
                 return
         if whole:
-            self._buffer.put(group_of(ticket.number, opened))
+            group = group_of(ticket.number, opened)
+            # Replaced as a whole, so that `samples` needs no lock; of two at once one may be missing from the display.
+            self._newest = (*self._newest, *sample_lines(opened))[-self._task.settings.shown :]
+            self._buffer.put(group)
             return
         # Kept before it is said: another sampler may take the prompt up at once.
         self._kept[ticket.number] = opened
@@ -159,9 +155,6 @@ class StreamCollector:
         settings = self._task.settings
         check_completion(completion, settings.stop_ids)
         attempt = to_attempt(ticket.number, opened.prompt, completion, self._task.tokenizer)
-        reward = score(self._task.verifier, attempt)
         opened.completions[completion.member] = completion
-        opened.rewards[completion.member] = reward
-        shown = SampleLine(prompt=attempt.prompt, completion=attempt.completion, answer=attempt.answer, reward=reward)
-        # Replaced as a whole, so that `samples` needs no lock; of two at once one may be missing from the display.
-        self._newest = (*self._newest, shown)[-settings.shown :]
+        opened.attempts[completion.member] = attempt
+        opened.rewards[completion.member] = self._scorers.submit(score, self._task.verifier, attempt, settings.overlong)

@@ -32,12 +32,14 @@ class WarmStartConfig:
       batch_size: examples a step.
       peak_lr: learning rate, after a warm-up of a tenth of the steps, then decaying to a tenth along a cosine.
       noise: share in [0, 1] of answer tokens (never the stop) that are replaced by another answer token.
+      path: file of worked solutions, `sat-jax prepare math --supervised`; empty = the answers of the training prompts.
     """
 
     steps: int
     batch_size: int = 256
     peak_lr: float = 1e-3
     noise: float = 0.0
+    path: str = ""
 
     def __post_init__(self) -> None:
         """Checks ranges.

@@ -174,6 +174,7 @@ def test_statistics_worked_by_hand():
     assert stats.metrics() == {
         "reward/mean": 0.75,
         "reward/zero_std": 0.5,
+        "reward/unverified": 0.0,
         "length/mean": 2.25,
         "length/truncated": 0.25,
         "pack/fill": (4 + 5 + 4 + 4) / 24,
@@ -277,3 +278,35 @@ def test_placing_cuts_rows_along_the_batch_axes_and_changes_no_value():
     assert placed[0].input_BT.addressable_shards[0].data.shape == (1, 12)
     assert placed[0].trace.experts_LBTK.addressable_shards[0].data.shape == (LAYERS, 1, 12, SLOTS)
     assert placed[0].trace.present_BT.addressable_shards[0].data.shape == (1, 12)
+
+
+def test_tokens_that_code_inserted_are_masked_one_by_one():
+    group = dataclasses.replace(
+        make_group(counts=(4, 2)), trained=(np.array([True, False, False, True]), np.ones(2, bool))
+    )
+    made = assemble([group], 0, config())
+    (micro,) = made.microbatches
+    row, column = np.argwhere(np.asarray(micro.segment_BT) > 0)[0]
+    # The longer one comes first; its prompt is 3 tokens: position 2 predicts the first sampled token.
+    assert micro.loss_mask_BT[row, column : column + 6].tolist() == [False, False, True, False, False, True]
+    assert made.stats.tokens == 4
+    assert made.stats.unverified == 0
+
+
+def test_an_unverified_completion_trains_nothing_and_leaves_its_groups_baseline():
+    whole = make_group(counts=(2, 2, 2), rewards=[1, 0, 0])
+    masked = dataclasses.replace(whole, trained=(np.ones(2, bool), np.ones(2, bool), np.zeros(2, bool)))
+    settings = dataclasses.replace(config(), batch=dataclasses.replace(config().batch, group_size=3))
+    stats, (micro, *_) = (made := assemble([masked], 0, settings)).stats, made.microbatches
+    active = np.asarray(micro.loss_mask_BT)
+    # Of rewards 1 and 0: mean 1/2, sample standard deviation 1/sqrt 2.
+    assert np.unique(np.asarray(micro.advantage_BT)[active]) == pytest.approx([-(0.5**0.5), 0.5**0.5], abs=1e-5)
+    assert (stats.unverified, stats.tokens, stats.reward_mean) == (1, 4, 0.5)
+    alone = dataclasses.replace(whole, trained=(np.ones(2, bool), np.zeros(2, bool), np.zeros(2, bool)))
+    assert not assemble([alone], 0, settings).microbatches[0].advantage_BT.any()
+
+
+def test_a_mask_of_another_length_is_refused():
+    group = dataclasses.replace(make_group(counts=(2, 3)), trained=(np.ones(2, bool), np.ones(2, bool)))
+    with pytest.raises(ValueError, match=r"group t0: expected a mask as long as each completion, got \[2, 2\] for"):
+        assemble([group], 0, config())

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from rollout_bridge.messages import Finish
+from sat_jax.advantages import OverlongConfig
 from tests.reference.rollouts import make_completion
 from train.buffer import Buffer
 from train.collect import Collector, CollectSettings, to_attempt
@@ -14,6 +15,7 @@ from train.rewards import exact_match
 from train.seeds import derive_seed
 from train.tasks import Example
 from train.tokenizer import CharTokenizer
+from train.verify.pool import Unverified
 
 TOKENIZER = CharTokenizer("0123456789=")
 EXAMPLES = [Example(prompt=f"{i}=", answer=str(i)[::-1], where=f"f:{i}") for i in range(100, 200)]
@@ -312,3 +314,40 @@ def test_nothing_fails_the_run_once_it_is_closing():
     collector.close(5.0)
     with pytest.raises(TimeoutError):  # and not ConnectionError
         buffer.take(1, 0)
+
+
+def test_a_completion_without_a_verdict_is_masked_and_no_member_of_its_group(collect):
+    verdicts = {0: 1.0, 1: Unverified.TIMEOUT}
+    collector, buffer = collect(FakeFleet(), verifier=lambda given: verdicts[given.member])
+    collector.request(range(2))
+    for group in buffer.take(2, 0):
+        assert group.reward_M.tolist() == [1.0, 0.0]
+        assert group.verified_M.tolist() == [True, False]
+        assert group.trained[0].all()
+        assert not group.trained[1].any()
+    assert [line.reward for line in collector.samples()] == [1.0, 1.0]
+
+
+def test_a_slow_verifier_holds_up_neither_arrivals_nor_other_verdicts(collect):
+    begun, gate = threading.Semaphore(0), threading.Event()
+
+    def slow(given):
+        begun.release()
+        assert gate.wait(10)
+        return 1.0
+
+    fleet = FakeFleet()
+    collector, buffer = collect(fleet, verifier=slow, scorers=4)
+    collector.request(range(4))
+    for _ in range(4):
+        assert begun.acquire(timeout=5)  # four at once, of two groups
+    assert buffer.stats().out == 4
+    gate.set()
+    assert [group.ticket for group in buffer.take(4, 0)] == [0, 1, 2, 3]
+
+
+def test_long_completions_are_punished_where_the_config_says_so(collect):
+    collector, buffer = collect(FakeFleet(), overlong=OverlongConfig(max_length=4, cache=2))
+    collector.request(range(1))
+    # Member 0 answers rightly with three digits and the stop token: 4 of 4; member 1 with two tokens: no punishment.
+    assert buffer.take(1, 0)[0].reward_M.tolist() == [0.0, 0.0]

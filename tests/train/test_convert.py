@@ -60,7 +60,7 @@ def run(tmp_path_factory):
         for version in (1, 2):
             weights = nnx.state(hf.import_tensors(policy, random_tensors(policy, seed=version)), nnx.Param)
             state = init_state(weights, OptimConfig(peak_lr=1e-3).transformation(), one_device_mesh())
-            snapshot = BufferSnapshot(next_ticket=0, groups=(), lost=(), dropped={})
+            snapshot = BufferSnapshot()
             cut = Cut(
                 identity=identity, state=dataclasses.replace(state, version=version), buffer=snapshot, counters={}
             )

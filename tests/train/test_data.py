@@ -1,11 +1,14 @@
+import dataclasses
 import json
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from train.data import DataConfig, Encoding, PromptConfig, PromptData, read_examples, read_jsonl, split
+from train.chat import ChatTemplate
+from train.data import DataConfig, Encoding, PromptConfig, PromptData, read_examples, read_jsonl, read_supervised, split
 from train.tasks import Example, generate
 from train.tokenizer import CharTokenizer
 
@@ -234,3 +237,59 @@ def test_500_lines_written_elsewhere_become_a_run(tmp_path):
     examples = read_examples(config)
     data = PromptData(*split(config, examples, seed=0), encoding(examples), seed=0)
     assert (len(data), len(data.held_out)) == (450, 50)
+
+
+def test_a_chat_template_surrounds_the_template_and_the_system_message():
+    chat = ChatTemplate("{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}>", {}, "f")
+    prompt = PromptConfig(template="Q {prompt}", stop=("<eos>",), chat=True, system="be brief")
+    assert prompt.render("p1", chat) == "[system:be brief][user:Q p1]>"
+    assert dataclasses.replace(prompt, system="").render("p1", chat) == "[user:Q p1]>"
+    examples = numbered(2)
+    tokenizer = CharTokenizer("".join(sorted(set("[]system:be briefuserQ p01>"))))
+    encoding = Encoding(tokenizer=tokenizer, prompt=prompt, max_new_tokens=4, row_length=48, chat=chat)
+    assert tokenizer.decode(PromptData(examples, [], encoding, 0).train[1].tokens) == "[system:be brief][user:Q p1]>"
+
+
+def test_a_system_message_needs_a_chat_template():
+    with pytest.raises(ValueError, match=r"prompt\.system: expected \"\" without prompt\.chat"):
+        PromptConfig(template="{prompt}", stop=("<eos>",), system="be brief")
+
+
+def test_an_answer_that_holds_the_stop_token_is_named_with_its_line():
+    built = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<eos>": 0, "a": 1, "<unk>": 2}, unk_token="<unk>"))
+    built.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    built.add_special_tokens(["<eos>"])
+
+    class Words(CharTokenizer):
+        def encode(self, text):
+            return np.array(built.encode(text).ids, np.int32)
+
+        def token_id(self, token):
+            return built.token_to_id(token)
+
+    bad = [Example(prompt="a", answer="a <eos>", where="f.jsonl:3")]
+    words = Encoding(tokenizer=Words("a"), prompt=PLAIN, max_new_tokens=4, row_length=48)
+    with pytest.raises(ValueError, match=r"^f\.jsonl:3: expected an answer without a stop token .*got '<eos>'"):
+        PromptData(bad, [], words, 0)
+
+
+def test_metadata_is_kept_for_the_reward(tmp_path):
+    path = write(tmp_path, b'{"prompt": "a", "answer": "b", "metadata": {"unit": "cm"}}\n')
+    (example,) = read_jsonl(path)
+    assert PromptData([example], [], encoding([example]), 0).train[0].metadata == {"unit": "cm"}
+    with pytest.raises(ValueError, match=r"d\.jsonl:1: expected 'metadata' to be an object, got a list"):
+        read_jsonl(write(tmp_path, b'{"prompt": "a", "answer": "b", "metadata": []}\n'))
+
+
+def test_worked_solutions_become_pairs_that_fit_the_row(tmp_path):
+    path = write(tmp_path, b'{"prompt": "ab", "response": "cab"}\n')
+    letters = dataclasses.replace(encoding(numbered(1)), tokenizer=CharTokenizer("abc"), row_length=6)
+    assert read_supervised(path, letters) == [([2, 3], [4, 2, 3, 1])]
+    with pytest.raises(
+        ValueError, match=r"d\.jsonl:1: expected a prompt and a response of at most 5 tokens .*got 2 \+ 3"
+    ):
+        read_supervised(path, dataclasses.replace(letters, row_length=5))
+    with pytest.raises(ValueError, match=r"d\.jsonl:1: expected the key 'response'"):
+        read_supervised(write(tmp_path, b'{"prompt": "ab", "answer": "cab"}\n'), letters)
+    with pytest.raises(ValueError, match=r"d\.jsonl: expected a line .*got an empty file"):
+        read_supervised(write(tmp_path, b""), letters)

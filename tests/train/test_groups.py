@@ -106,10 +106,10 @@ def test_a_flipped_byte_in_the_tokens_is_noticed():
 def test_bytes_of_another_format_are_refused():
     with np.load(io.BytesIO(to_bytes([make_group()]))) as file:
         columns = {name: file[name] for name in file.files}
-    columns["text"] = np.frombuffer(columns["text"].tobytes().replace(b'"format": 1', b'"format": 2'), np.uint8)
+    columns["text"] = np.frombuffer(columns["text"].tobytes().replace(b'"format": 2', b'"format": 1'), np.uint8)
     buffer = io.BytesIO()
     np.savez(buffer, **columns)
-    with pytest.raises(ValueError, match="saved groups: expected format 1, got 2"):
+    with pytest.raises(ValueError, match="saved groups: expected format 2, got 1"):
         from_bytes(buffer.getvalue())
 
 
@@ -141,3 +141,15 @@ def test_saving_is_columnar():
         assert math.prod(file["experts"].shape) == sum(
             c.trace.experts_TLK.nbytes for g in many for c in g.completions if c.trace
         )
+
+
+def test_masks_come_back_bit_for_bit_beside_groups_without():
+    masked = dataclasses.replace(
+        make_group(1, counts=(2, 3)), trained=(np.array([False, False]), np.array([True, False, True]))
+    )
+    plain = make_group(2, counts=(4, 1))
+    back = from_bytes(to_bytes([plain, masked, plain]))
+    assert [group.trained for group in (back[0], back[2])] == [(), ()]
+    assert [mask.tolist() for mask in back[1].trained] == [[False, False], [True, False, True]]
+    assert back[1].verified_M.tolist() == [False, True]
+    assert back[0].verified_M.tolist() == [True, True]

@@ -1,7 +1,19 @@
+import dataclasses
+
 import numpy as np
 import pytest
 
-from train.rewards import Attempt, RandomReward, build_verifier, exact_match, score
+from sat_jax.advantages import OverlongConfig
+from train.rewards import (
+    Attempt,
+    RandomReward,
+    build_verifier,
+    exact_match,
+    open_verifier,
+    score,
+    verifier_metrics,
+)
+from train.verify.pool import Unverified, VerifierConfig
 
 
 def attempt(completion="64", *, stopped=True, answer="64", ticket=3, member=0):
@@ -64,3 +76,51 @@ def test_a_verifier_that_fails_is_an_error_of_the_run_and_names_the_attempt():
 
 def test_exact_match_is_the_function_itself():
     assert build_verifier("exact_match", seed=1) is exact_match
+
+
+def test_a_function_of_a_user_is_given_prompt_completion_answer_and_metadata():
+    verifier = build_verifier("tests.reference.faulty_rewards:good", seed=0)
+    with open_verifier(verifier):
+        assert score(verifier, attempt("64")) == 1.0
+        assert score(verifier, dataclasses.replace(attempt("6"), metadata={"bonus": 0.5})) == 0.5
+        assert verifier_metrics(verifier)["verify/attempts"] == 2
+    assert verifier_metrics(exact_match) == {}
+
+
+@pytest.mark.parametrize("name", ["dapo", "dapo_boxed", "prime_math", "math_verify"])
+def test_gold_answers_score_one_and_corrupted_ones_zero(name):
+    verifier = build_verifier(name, seed=0)
+    with open_verifier(verifier):
+        for gold in ("17", "-4", "1024"):
+            for text in (f"So it is.\nAnswer: {gold}", f"Answer: $\\boxed{{{gold}}}$"):
+                if name != "math_verify" or "boxed" in text:
+                    assert score(verifier, attempt(text, answer=gold)) == 1.0
+            assert score(verifier, attempt(f"Answer: \\boxed{{{gold}1}}", answer=gold)) == 0.0
+
+
+def test_a_function_that_cannot_be_loaded_is_an_error_at_the_start():
+    with (
+        pytest.raises(ValueError, match="expected a function that loads, got 'no_such_module:f'"),
+        open_verifier(build_verifier("no_such_module:f", seed=0)),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("name", ["exact_mach", "math", "a b:c", ":f", "m:"])
+def test_an_unknown_verifier_is_refused_by_name(name):
+    with pytest.raises(ValueError, match=rf"reward: expected one of 'exact_match', .*got '{name}'"):
+        build_verifier(name, seed=0)
+
+
+def test_an_unverified_attempt_stays_one_and_is_not_punished_for_its_length():
+    overlong = OverlongConfig(max_length=10, cache=4)
+    long = dataclasses.replace(attempt(), length=9)
+    assert score(lambda _: Unverified.TIMEOUT, long, overlong) is Unverified.TIMEOUT
+    assert score(exact_match, long, overlong) == 1 - 0.75
+    assert score(exact_match, dataclasses.replace(attempt(), length=6), overlong) == 1.0
+    assert score(exact_match, dataclasses.replace(attempt("1"), length=10), overlong) == -1.0
+
+
+def test_the_config_of_the_processes_is_checked():
+    with pytest.raises(ValueError, match=r"verifier\.seconds: expected above 0"):
+        VerifierConfig(seconds=0.0)

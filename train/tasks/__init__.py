@@ -2,10 +2,10 @@
 
 from typing import Literal, assert_never
 
-from train.tasks import addition
+from train.tasks import addition, calculator
 from train.tasks.example import Example
 
-TaskName = Literal["addition"]
+TaskName = Literal["addition", "calculator"]
 
 
 def generate(name: TaskName) -> list[Example]:
@@ -13,6 +13,8 @@ def generate(name: TaskName) -> list[Example]:
     match name:
         case "addition":
             return addition.examples()
+        case "calculator":
+            return calculator.examples()
         case _:
             assert_never(name)
 

@@ -1,0 +1,1 @@
+"""`sat-jax prepare`: public data sets, in the forms that they come in, -> files that a run reads."""
