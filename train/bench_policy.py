@@ -95,6 +95,7 @@ def measure(options: Options) -> dict[str, Any]:
     Raises:
       ValueError: the oracle cannot run, or computes something else.
     """
+    _check_oracle(options.oracle)
     device = jax.devices()[0]
     alone = device.platform == "cpu" and options.threads == 1
     clock = time.process_time if alone else time.perf_counter
@@ -150,18 +151,14 @@ class _Oracle:
 
     def __enter__(self) -> "_Oracle":
         script = Path(__file__).with_name("bench_policy_oracle.py")
-        threads = str(self._request["threads"])
-        try:
-            self._process = subprocess.Popen(
-                [self._python, str(script)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env={**os.environ, "OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"},
-            )
-        except OSError as error:
-            raise ValueError(f"--oracle: expected a Python that runs, got: {error}") from error
+        self._process = subprocess.Popen(
+            [self._python, str(script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": str(self._request["threads"]), "HF_HUB_OFFLINE": "1"},
+        )
         self.versions = self._ask(json.dumps(self._request))
         return self
 
@@ -183,11 +180,23 @@ class _Oracle:
         answer = self._process.stdout.readline()
         if not answer:
             said = self._process.communicate()[1].strip().splitlines()
-            raise ValueError(
-                f"--oracle: expected a Python with PyTorch and transformers, got: {said[-1] if said else 'nothing'} "
-                f"({self._python}); make test-parity leaves one in .venv-parity/bin/python"
-            )
+            raise ValueError(f"--oracle: expected an answer, got: {said[-1] if said else 'nothing'} ({self._python})")
         return json.loads(answer)
+
+
+def _check_oracle(python: str) -> None:
+    try:
+        done = subprocess.run(
+            [python, "-c", "import torch, transformers"], capture_output=True, text=True, timeout=300, check=False
+        )
+        said = done.stderr.strip().splitlines() if done.returncode else []
+    except OSError as error:
+        said = [str(error)]
+    if said:
+        raise ValueError(
+            f"--oracle: expected a Python with PyTorch and transformers, got: {said[-1]} ({python}); make test-parity "
+            "leaves one: --oracle .venv-parity/bin/python"
+        )
 
 
 def _compare(

@@ -128,8 +128,8 @@ class Policy(nnx.Module):
           trace: routes to replay; None is a trace with nothing present (and then another program than with one).
 
         Returns:
-          hidden_BTD after the last norm, in the compute type, NaN where a token, a position or a present route is out of
-          its range; and the routes that were used, present where real.
+          hidden_BTD after the last norm, in the compute type, NaN where a token, a position or a present route is out
+          of its range; and the routes that were used, present where real.
 
         Raises:
           ValueError: a shape contradicts its suffix or the config, or the mesh does not divide the rows; or, where the
