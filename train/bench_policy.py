@@ -296,7 +296,7 @@ def _batch(tokens: np.ndarray, config: PolicyConfig) -> TokenBatch:
         behavior_logp_BT=zero_BT,
         advantage_BT=zero_BT,
         lag_BT=jnp.zeros_like(input_BT),
-        trace=free_trace(config.moe_layers, *input_BT.shape, config.experts_per_token, config.experts),
+        trace=free_trace(config.moe_layers, *tokens.shape[1:], config.experts_per_token, config.experts),
     )
 
 
@@ -319,10 +319,11 @@ def _head(repetitions: int, clock: Callable[[], float]) -> dict[str, Any]:
         return jnp.take_along_axis(logp_BTV, target_BT[..., None], axis=-1).mean()
 
     jitted = {way.__name__: jax.jit(jax.value_and_grad(way, argnums=(0, 1))) for way in (chunked, naive)}
-    temporary = {
-        name: program.lower(*shapes(_LARGE)).compile().memory_analysis().temp_size_in_bytes / 2**20
-        for name, program in jitted.items()
-    }
+    temporary = {}
+    for name, program in jitted.items():
+        memory = program.lower(*shapes(_LARGE)).compile().memory_analysis()
+        assert memory is not None, "XLA tells it of every CPU, GPU and TPU program"
+        temporary[name] = memory.temp_size_in_bytes / 2**20
     return {
         "memory": {
             **_LARGE,

@@ -45,8 +45,8 @@ __all__ = [
     "tensor_shapes",
 ]
 
-# What the host holds of a shard at a time; its other pieces are on the device already.
-_PIECE_BYTES = 16 * 2**20
+# What the host fills of a shard at a time; the pieces before are on the device, but for a few that JAX lets go of late.
+_PIECE_BYTES = 4 * 2**20
 
 # Gives a rectangle of a named tensor of the per-expert layout.
 _Reader = Callable[[str, tuple[slice, ...]], np.ndarray]
@@ -179,8 +179,7 @@ def load(
 ) -> Policy:
     """Reads a Hugging Face folder (`config.json` and safetensors, in one file or in several), piece by piece.
 
-    The experts may have either layout. Beyond the shards themselves the host holds one piece of 16 MiB, and its copies
-    in the file's type and on the way to the device.
+    The experts may have either layout. Beyond the shards themselves the host holds a few pieces of 4 MiB.
 
     Args:
       path: the folder.
@@ -280,10 +279,11 @@ def _assemble(
     read_piece: Callable[[tuple[range, ...]], np.ndarray],
 ) -> jax.Array:
     """A sharded array whose shards grow on their devices, piece by piece; replicas are read once."""
-    shape, sharding = struct.shape, struct.sharding
+    shape: tuple[int, ...] = struct.shape
+    sharding: Any = struct.sharding
     holders: dict[tuple[range, ...], list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
-        own = tuple(range(*part.indices(size)) for part, size in zip(index or (), shape, strict=True))
+        own = tuple(range(*part.indices(size)) for part, size in zip(index, shape, strict=True))
         holders.setdefault(own, []).append(device)
     shards: list[jax.Array] = []
     for own, devices in holders.items():

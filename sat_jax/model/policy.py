@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import core
 from jax.sharding import Mesh
 
 from sat_jax.logprob import token_logp
@@ -200,7 +201,7 @@ class Policy(nnx.Module):
 
 def _is_unknown(array: jax.Array | np.ndarray) -> bool:
     """Whether its values cannot be read here: inside `jit`, or on other hosts."""
-    return isinstance(array, jax.core.Tracer) or (isinstance(array, jax.Array) and not array.is_fully_addressable)
+    return isinstance(array, core.Tracer) or (isinstance(array, jax.Array) and not array.is_fully_addressable)
 
 
 def _check_values(
@@ -228,8 +229,8 @@ def _check_values(
             )
 
 
-def _stack(config: PolicyConfig, count: int, rngs: nnx.Rngs, mesh: Mesh, *, sparse: bool) -> Layer | None:
-    """`count` layers of a kind as one."""
+def _stack(config: PolicyConfig, count: int, rngs: nnx.Rngs, mesh: Mesh, *, sparse: bool) -> Any:
+    """`count` layers of a kind as one `Layer`; None for none."""
     if not count:
         return None
     stack = nnx.vmap(
