@@ -146,7 +146,16 @@ class Sequences:
 
 
 def empty_slots(config: SlotsConfig, policy: PolicyConfig) -> Slots:
-    """A sampler in which nothing runs; no two leaves share a buffer, so that all may be donated."""
+    """A sampler in which nothing runs; no two leaves share a buffer, so that all may be donated.
+
+    Raises:
+      ValueError: the slots are longer than the policy's longest sequence.
+    """
+    if config.positions > policy.max_positions:
+        raise ValueError(
+            f"slots.positions: expected at most max_positions = {policy.max_positions} (the policy's), got "
+            f"{config.positions}; lower batch.row_length or sample from a policy that reaches further"
+        )
 
     def zeros(*axes: int, dtype="int32"):
         return jnp.zeros((config.slots, *axes), dtype)

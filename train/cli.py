@@ -91,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
         required=True, metavar="PART"
     )
     _clip_arguments(benches.add_parser("clip", help="value and gradient of every objective preset, against ppo"))
+    _policy_arguments(benches.add_parser("policy", help="train, score and decode, against transformers"))
     return parser
 
 
@@ -159,6 +160,24 @@ def _prepare_arguments(parser: argparse.ArgumentParser) -> None:
     tasks.add_argument("--seed", type=int, default=0)
     tasks.add_argument("--with", dest="settings", default="{}", metavar="JSON", help="settings of the task")
     tasks.set_defaults(run=_prepare_reasoning)
+
+
+def _policy_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--oracle",
+        default=sys.executable,
+        metavar="PYTHON",
+        help="one with PyTorch and transformers, such as .venv-parity/bin/python (default: this one)",
+    )
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="compute type")
+    parser.add_argument("--repetitions", type=int, default=9, metavar="N", help="turns of each side (default: 9)")
+    parser.add_argument(
+        "--threads", type=int, choices=(0, 1), default=1, help="CPU threads of a computation; 0 = all (default: 1)"
+    )
+    parser.add_argument("--remat", default="none", metavar="NAME", help="of the policy (default: none)")
+    parser.add_argument("--head", action="store_true", help="also log-probs at a vocabulary of 151,936 against logits")
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    parser.set_defaults(run=_bench_policy)
 
 
 def _config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -258,6 +277,21 @@ def _bench_clip(arguments: argparse.Namespace) -> None:
         threads=arguments.threads,
         devices=arguments.devices,
         train_step=arguments.train_step,
+    )
+    sys.stdout.write(report(measure(options), as_json=arguments.json) + "\n")
+
+
+def _bench_policy(arguments: argparse.Namespace) -> None:
+    os.environ["XLA_FLAGS"] = _xla_flags(arguments.threads, 1)
+    from train.bench_policy import Options, measure, report
+
+    options = Options(
+        oracle=arguments.oracle,
+        dtype=arguments.dtype,
+        repetitions=arguments.repetitions,
+        threads=arguments.threads,
+        remat=arguments.remat,
+        head=arguments.head,
     )
     sys.stdout.write(report(measure(options), as_json=arguments.json) + "\n")
 

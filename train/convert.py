@@ -76,9 +76,8 @@ def convert(source: Path, target: Path, options: Options) -> str:
 
 def _convert_folder(source: Path, target: Path, options: Options) -> str:
     policy = PolicyConfig.from_hf(source)
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     tensors = read_tensors(source, policy, options.dtype, options.layout)
-    return _write(tensors, config, target, beside=_beside(source))
+    return _write(tensors, _read_config(source), target, beside=_beside(source))
 
 
 def _convert_run(source: Path, target: Path, options: Options) -> str:
@@ -94,8 +93,13 @@ def _convert_run(source: Path, target: Path, options: Options) -> str:
             f"({saved}); restore the [policy] that the checkpoint was made with"
         )
     beside = _beside(Path(config.tokenizer.path).parent) if config.tokenizer.kind == "file" else ()
+    hf = _read_config(Path(config.policy.path)) if config.policy.path else policy.to_hf()
     tensors = export_leaves(read, policy, options.dtype, options.layout)
-    return f"version {version}: {_write(tensors, policy.to_hf(), target, beside=beside)}"
+    return f"version {version}: {_write(tensors, hf, target, beside=beside)}"
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text(encoding="utf-8"))
 
 
 def _version(checkpoints: Path, wanted: int | None) -> int:

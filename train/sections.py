@@ -8,9 +8,11 @@ from sat_jax.advantages import AdvantageConfig
 from sat_jax.model import PolicyConfig
 from sat_jax.objective import ObjectiveConfig
 from sat_jax.objective.config import used_fields
-from train.strict_toml import Range, check_fields, convert, field_types, nearest
+from train.strict_toml import Range, check_fields, convert, field_types, nearest, read_table
 
 DtypeName = Literal["float32", "bfloat16"]
+# What is said of a policy whose architecture is a checkpoint's.
+_BESIDE_PATH = ("path", "dtype", "remat")
 _Count = Annotated[int, Range(at_least=1)]
 _Maybe = Annotated[int, Range(at_least=0)]
 _Positive = Annotated[float, Range(above=0)]
@@ -18,7 +20,10 @@ _Positive = Annotated[float, Range(above=0)]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PolicySection:
-    """The policy's architecture (Qwen3-MoE or dense Qwen3); its vocabulary is the tokenizer's.
+    """The policy's architecture (Qwen3-MoE or dense Qwen3), and where its first weights are.
+
+    Either `path`, `dtype` and `remat` are given, and the rest is the checkpoint's; or all but `path`: the weights are
+    random then, and the vocabulary is the tokenizer's.
 
     Attributes:
       width, layers, query_heads, kv_heads, head_dim: D, decoder layers, H, G, C.
@@ -30,6 +35,7 @@ class PolicySection:
       dtype: compute type of the trainer.
       remat: what the backward pass recomputes of a layer: none, full (all of it), attention (all but attention),
         projections (neither attention nor queries, keys and values).
+      path: Hugging Face folder of the weights to start from; "" = none.
     """
 
     width: _Count
@@ -46,20 +52,66 @@ class PolicySection:
     tie_embeddings: bool
     dtype: DtypeName
     remat: str
+    path: str = ""
 
     def __post_init__(self) -> None:
         check_fields(self, "policy")
         self.build(vocab_size=1, max_positions=1)  # the architecture's own checks, before a tokenizer is there
 
+    @classmethod
+    def from_table(cls, table: Mapping[str, Any], where: str) -> "PolicySection":
+        """Reads the sizes, or `path` and what a checkpoint does not say.
+
+        Raises:
+          ValueError: a key is unknown, missing, or beside `path` though it is the checkpoint's; or that is unreadable.
+        """
+        if not isinstance(table, Mapping) or not table.get("path"):
+            return read_table(cls, table, where)
+        own = {name: table[name] for name in _BESIDE_PATH if name in table}
+        sizes = {field.name for field in dataclasses.fields(cls)} - own.keys()
+        if beside := sorted(sizes & table.keys()):
+            raise ValueError(
+                f"{where}.path: expected no key beside it that the checkpoint decides, got {', '.join(beside)}; remove "
+                f"{'it' if len(beside) == 1 else 'them'}"
+            )
+        checkpoint = PolicyConfig.from_hf(str(table["path"]))
+        fields = {name: getattr(checkpoint, name) for name in sizes if name not in _BESIDE_PATH}
+        return read_table(cls, {**fields, **table}, where)
+
+    def to_table(self) -> dict[str, Any]:
+        """What `from_table` reads back."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        if self.path:
+            return {name: fields[name] for name in _BESIDE_PATH}
+        return {name: value for name, value in fields.items() if name != "path"}
+
     def build(self, vocab_size: int, max_positions: int) -> PolicyConfig:
         """The policy's own config.
 
         Args:
-          vocab_size: V, the tokenizer's.
+          vocab_size: the tokenizer's: V, or at most the checkpoint's V.
           max_positions: longest sequence, tokens.
+
+        Raises:
+          ValueError: the tokenizer has more tokens, or a sequence more positions, than the checkpoint.
         """
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return PolicyConfig(vocab_size=vocab_size, max_positions=max_positions, **fields)
+        if self.path:
+            return self._of_checkpoint(vocab_size, max_positions)
+        return PolicyConfig(vocab_size=vocab_size, max_positions=max_positions, **self.to_table())
+
+    def _of_checkpoint(self, vocab_size: int, max_positions: int) -> PolicyConfig:
+        checkpoint = PolicyConfig.from_hf(self.path)
+        if vocab_size > checkpoint.vocab_size:
+            raise ValueError(
+                f"tokenizer: expected at most {checkpoint.vocab_size} tokens, the vocabulary of {self.path}, got "
+                f"{vocab_size}; set tokenizer.path to the checkpoint's own tokenizer.json"
+            )
+        if max_positions > checkpoint.max_positions:
+            raise ValueError(
+                f"batch.row_length: expected at most {checkpoint.max_positions}, the longest sequence of {self.path}, "
+                f"got {max_positions}"
+            )
+        return dataclasses.replace(checkpoint, dtype=self.dtype, remat=self.remat, max_positions=max_positions)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

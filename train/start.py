@@ -8,6 +8,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
+from sat_jax.model import hf
 from train.buffer import BufferSnapshot
 from train.checkpoint import Checkpoints, Cut, Identity
 from train.config import RunConfig
@@ -46,7 +47,7 @@ def start_or_restore(
         report.resume(restored.cut.state.version)
         return restored
     report.resume(0)
-    graph, params = _init(config, problem, mesh)
+    graph, params = _first_weights(config, problem, mesh)
     if config.warm_start.steps:
         examples = Examples.pack(supervised_pairs(config, problem))
         warm = WarmStart(graph, examples, config.warm_start, derive_seed(config.seed, "warm_start"))
@@ -112,6 +113,14 @@ def identity(problem: Problem, reference: Reference | None) -> Identity:
         data=problem.data.digest(),
         reference="" if reference is None else reference.digest,
     )
+
+
+def _first_weights(config: RunConfig, problem: Problem, mesh: Mesh) -> tuple[nnx.GraphDef, nnx.State]:
+    """Those of the checkpoint to start from, or random ones."""
+    if not config.policy.path:
+        return _init(config, problem, mesh)
+    graph, params = nnx.split(hf.load(config.policy.path, config=problem.policy, mesh=mesh), nnx.Param)
+    return graph, params
 
 
 def _init(config: RunConfig, problem: Problem, mesh: Mesh) -> tuple[nnx.GraphDef, nnx.State]:

@@ -45,8 +45,8 @@ __all__ = [
     "tensor_shapes",
 ]
 
-# What the host holds of a shard at a time; its other pieces are on the device already.
-_PIECE_BYTES = 64 * 2**20
+# What the host fills of a shard at a time; the pieces before are on the device, but for a few that JAX lets go of late.
+_PIECE_BYTES = 4 * 2**20
 
 # Gives a rectangle of a named tensor of the per-expert layout.
 _Reader = Callable[[str, tuple[slice, ...]], np.ndarray]
@@ -179,8 +179,7 @@ def load(
 ) -> Policy:
     """Reads a Hugging Face folder (`config.json` and safetensors, in one file or in several), piece by piece.
 
-    The experts may have either layout. Beyond the shards themselves the host holds one piece of 64 MiB, and its copy in
-    the other type.
+    The experts may have either layout. Beyond the shards themselves the host holds a few pieces of 4 MiB.
 
     Args:
       path: the folder.
@@ -259,35 +258,48 @@ def _build(config: PolicyConfig, read: _Reader, mesh: Mesh | None, param_dtype: 
 
     def fill(path: Any, variable: nnx.Variable) -> nnx.Variable:
         struct = variable.get_raw_value()
-        read_piece = functools.partial(_read_piece, own[path], config, struct.shape, read, dtype)
-        return variable.replace(_assemble(struct.shape, struct.sharding, dtype, read_piece))
+        leaf = own[path]
+        read_piece = functools.partial(_read_piece, leaf, config, struct.shape, read, dtype)
+        return variable.replace(_assemble(struct, _cut_order(leaf), dtype, read_piece))
 
     filled = [(path, fill(path, variable)) for path, variable in nnx.to_flat_state(state)]
     return nnx.merge(graph, nnx.from_flat_state(filled))
 
 
+def _cut_order(leaf: Leaf) -> tuple[int, ...]:
+    """A leaf's axes in the order in which its tensors lie in a file: stacked, then out, then in."""
+    stacked, inward, axes = len(leaf.stacked), leaf.inward, len(leaf.stacked) + len(leaf.axes)
+    return (*range(stacked), *range(stacked + inward, axes), *range(stacked, stacked + inward))
+
+
 def _assemble(
-    shape: tuple[int, ...],
-    sharding: jax.sharding.Sharding,
+    struct: Any,
+    cut_order: tuple[int, ...],
     dtype: np.dtype,
     read_piece: Callable[[tuple[range, ...]], np.ndarray],
 ) -> jax.Array:
     """A sharded array whose shards grow on their devices, piece by piece; replicas are read once."""
+    shape: tuple[int, ...] = struct.shape
+    sharding: Any = struct.sharding
     holders: dict[tuple[range, ...], list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
-        own = tuple(range(*part.indices(size)) for part, size in zip(index or (), shape, strict=True))
+        own = tuple(range(*part.indices(size)) for part, size in zip(index, shape, strict=True))
         holders.setdefault(own, []).append(device)
     shards: list[jax.Array] = []
     for own, devices in holders.items():
-        shards += _grow(own, devices, dtype, read_piece)
+        pieces = list(_pieces(own, cut_order, dtype.itemsize))
+        shards += _grow(own, devices, dtype, pieces, read_piece)
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
 def _grow(
-    own: tuple[range, ...], devices: list[Any], dtype: np.dtype, read_piece: Callable[[tuple[range, ...]], np.ndarray]
+    own: tuple[range, ...],
+    devices: list[Any],
+    dtype: np.dtype,
+    pieces: list[tuple[range, ...]],
+    read_piece: Callable[[tuple[range, ...]], np.ndarray],
 ) -> list[jax.Array]:
     """One shard, on each of its devices."""
-    pieces = list(_pieces(own, dtype.itemsize))
     if len(pieces) == 1:
         return [jax.device_put(read_piece(own), device) for device in devices]
     size = tuple(len(axis) for axis in own)
@@ -305,17 +317,17 @@ def _write(shard: jax.Array, piece: jax.Array, start: tuple[Any, ...]) -> jax.Ar
     return jax.lax.dynamic_update_slice(shard, piece, start)
 
 
-def _pieces(own: tuple[range, ...], itemsize: int) -> Iterator[tuple[range, ...]]:
-    """Cuts a rectangle into pieces of bounded size, along its first axis that can be cut."""
+def _pieces(own: tuple[range, ...], cut_order: tuple[int, ...], itemsize: int) -> Iterator[tuple[range, ...]]:
+    """Cuts a rectangle into pieces of bounded size, along the first axis of the order that can be cut."""
     size = itemsize * math.prod(len(axis) for axis in own)
-    cut = next((number for number, axis in enumerate(own) if len(axis) > 1), None)
+    cut = next((number for number in cut_order if len(own[number]) > 1), None)
     if size <= _PIECE_BYTES or cut is None:
         yield own
         return
     axis = own[cut]
     step = max(1, _PIECE_BYTES * len(axis) // size)
     for first in range(0, len(axis), step):
-        yield from _pieces((*own[:cut], axis[first : first + step], *own[cut + 1 :]), itemsize)
+        yield from _pieces((*own[:cut], axis[first : first + step], *own[cut + 1 :]), cut_order, itemsize)
 
 
 def _read_piece(

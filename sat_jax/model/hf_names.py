@@ -157,7 +157,7 @@ def tensor_shapes(config: PolicyConfig, layout: Layout = "per-expert") -> dict[s
 
 def tensor_parts(config: PolicyConfig, layout: Layout) -> dict[str, tuple[str, ...]]:
     """Of every tensor of a layout: the per-expert tensors whose rows it is made of, in order."""
-    parts = {name: (name,) for name in tensor_shapes(config, layout)}
+    parts: dict[str, tuple[str, ...]] = {name: (name,) for name in tensor_shapes(config, layout)}
     if layout == "fused":
         for name, place in sorted(fused_parts(config).items(), key=lambda part: (part[1].expert, part[1].first_row)):
             parts[place.stored] = (*(parts[place.stored] if parts[place.stored] != (place.stored,) else ()), name)

@@ -6,7 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax import core
 from jax.sharding import Mesh
 
 from sat_jax.logprob import token_logp
@@ -128,10 +130,12 @@ class Policy(nnx.Module):
           trace: routes to replay; None is a trace with nothing present (and then another program than with one).
 
         Returns:
-          hidden_BTD after the last norm, in the compute type; and the routes that were used, present where real.
+          hidden_BTD after the last norm, in the compute type, NaN where a token, a position or a present route is out
+          of its range; and the routes that were used, present where real.
 
         Raises:
-          ValueError: a shape contradicts its suffix or the config, or the mesh does not divide the rows.
+          ValueError: a shape contradicts its suffix or the config, or the mesh does not divide the rows; or, where the
+            arrays are known (outside `jit`), a value is out of its range.
         """
         hidden_BTD, used, _ = self._run(input_BT, segment_BT, position_BT, trace)
         return hidden_BTD, used
@@ -172,7 +176,10 @@ class Policy(nnx.Module):
             # Inside a scan nothing is there to be eliminated as common, and the barrier against it costs time.
             policy = jax.checkpoint_policies.save_only_these_names(*kept)
             body = jax.checkpoint(run_layer, prevent_cse=False, policy=policy)
-        x_BTD, routed = self.over_layers(body, self.embed(input_BT), trace.experts_LBTK)
+        # Rope knows no end, so that a position beyond the last one would pass without a word.
+        beyond_BT = real_BT & (position_BT >= config.max_positions)
+        x_BTD = jnp.where(beyond_BT[..., None], jnp.nan, self.embed(input_BT))
+        x_BTD, routed = self.over_layers(body, x_BTD, trace.experts_LBTK)
         # Without experts there is nothing to disagree about.
         used_LBTK, agreement_LBT = (trace.experts_LBTK, jnp.ones((1, rows, length))) if routed is None else routed
         used = RoutingTrace(experts_LBTK=used_LBTK, present_BT=real_BT)
@@ -194,10 +201,43 @@ class Policy(nnx.Module):
                     f"{tuple(trace.experts_LBTK.shape)}"
                 )
         check_divides(self.mesh, "batch", rows=sizes["B"])
+        arrays = (input_BT, segment_BT, position_BT, trace.experts_LBTK, trace.present_BT)
+        if not any(_is_unknown(array) for array in arrays):
+            _check_values(self.config, *map(np.asarray, arrays))
 
 
-def _stack(config: PolicyConfig, count: int, rngs: nnx.Rngs, mesh: Mesh, *, sparse: bool) -> Layer | None:
-    """`count` layers of a kind as one."""
+def _is_unknown(array: jax.Array | np.ndarray) -> bool:
+    """Whether its values cannot be read here: inside `jit`, or on other hosts."""
+    return isinstance(array, core.Tracer) or (isinstance(array, jax.Array) and not array.is_fully_addressable)
+
+
+def _check_values(
+    config: PolicyConfig,
+    input_BT: np.ndarray,
+    segment_BT: np.ndarray,
+    position_BT: np.ndarray,
+    experts_LBTK: np.ndarray,
+    present_BT: np.ndarray,
+) -> None:
+    real_BT = segment_BT != 0
+    routed_LBTK = present_BT[None, :, :, None] & np.ones_like(experts_LBTK, bool)
+    expert_BT = np.max(experts_LBTK, axis=(0, 3), where=routed_LBTK, initial=0)
+    for name, value_BT, bound in (
+        ("input_BT", input_BT, config.vocab_size),
+        ("position_BT", position_BT, config.max_positions),
+        ("trace.experts_LBTK", expert_BT, max(config.experts, 1)),
+    ):
+        bad_BT = real_BT & ((value_BT < 0) | (value_BT >= bound))
+        if bad_BT.any():
+            row, place = (int(at) for at in np.argwhere(bad_BT)[0])
+            raise ValueError(
+                f"{name}: expected numbers from 0 to {bound - 1} (the policy's), got {value_BT[row, place]} in row "
+                f"{row} at {place}"
+            )
+
+
+def _stack(config: PolicyConfig, count: int, rngs: nnx.Rngs, mesh: Mesh, *, sparse: bool) -> Any:
+    """`count` layers of a kind as one `Layer`; None for none."""
     if not count:
         return None
     stack = nnx.vmap(

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from sat_jax.model import PolicyConfig, hf
-from sat_jax.model.hf_names import LAYOUTS
+from sat_jax.model.hf_names import LAYOUTS, Layout
 
 # transformers and PyTorch warn of their own matters.
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("default")]
@@ -41,7 +41,7 @@ CONFIGS = {
 }
 
 
-def random_tensors(config: PolicyConfig, layout: str) -> dict[str, np.ndarray]:
+def random_tensors(config: PolicyConfig, layout: Layout) -> dict[str, np.ndarray]:
     """Wide enough that routes differ from token to token and logits are of order ten."""
     draw = np.random.default_rng(0)
     shapes = hf.tensor_shapes(config, layout)

@@ -206,6 +206,12 @@ def test_policies_with_dense_layers_sample_as_they_score(changes):
         assert got["experts"].shape[1] == bench.config.moe_layers
 
 
+def test_slots_longer_than_the_policy_reaches_are_refused():
+    slots = sampler.SlotsConfig(slots=1, positions=21)
+    with pytest.raises(ValueError, match=r"slots.positions: expected at most max_positions = 20 .*, got 21"):
+        sampler.empty_slots(slots, dataclasses.replace(CONFIG, max_positions=20))
+
+
 def test_bfloat16_differs_from_float32_but_not_much(bench32):
     rough = bench_of("bfloat16")
     asks = {slot: Ask(prompt=(2, 3, 4), seed=slot) for slot in range(8)}

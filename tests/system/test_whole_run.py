@@ -245,3 +245,32 @@ def test_policies_with_dense_layers_run_whole(changes, tmp_path):
     assert all(row["mismatch/abs_mean"] < 0.05 for row in rows)
     assert all(row["routing/missing"] == (len(changes) == 5) for row in rows)  # nothing to replay without experts
     assert "routing/missing" not in (tmp_path / "small" / "events.jsonl").read_text()
+
+
+@pytest.mark.slow
+def test_a_run_begins_with_the_weights_of_its_checkpoint(tmp_path):
+    from sat_jax.model import PolicyConfig, hf
+    from train.convert import Options, convert
+    from train.setup import make_problem
+
+    config = write_config(tmp_path, "steps=2", "schedule.lag=1", "warm_start.steps=0", "checkpoint.keep=4")
+    vocabulary = make_problem(load(config)).tokenizer.vocab_size
+    policy = PolicyConfig.tiny(
+        vocab_size=vocabulary, width=16, head_dim=4, layers=2, dense_layers=(0,), dense_hidden=24
+    )
+    draw = np.random.default_rng(0)
+    tensors = {n: (draw.normal(size=shape) / 8).astype(np.float32) for n, shape in hf.tensor_shapes(policy).items()}
+    hf.save(hf.import_tensors(policy, tensors), tmp_path / "model")
+    text = config.read_text()
+    begin, end = text.index("[policy]"), text.index("[sampling]")
+    policy_table = f'[policy]\npath = "{tmp_path / "model"}"\ndtype = "float32"\nremat = "none"\n\n'
+    config.write_text(text[:begin] + policy_table + text[end:])
+    run(config, tmp_path)
+    convert(tmp_path / "small", tmp_path / "first", Options(version=0))
+    convert(tmp_path / "small", tmp_path / "last", Options())
+    first = dict(hf.read_tensors(tmp_path / "first", policy))
+    last = dict(hf.read_tensors(tmp_path / "last", policy))
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(first[name], tensor)
+    assert any((last[name] != tensor).any() for name, tensor in tensors.items())
+    assert json.loads((tmp_path / "last" / "config.json").read_text())["max_position_embeddings"] == 4096

@@ -1,14 +1,17 @@
 import dataclasses
+import json
 import tomllib
 from pathlib import Path
 
 import pytest
 
 from sat_jax.mesh import MeshConfig
+from sat_jax.model import PolicyConfig
 from sat_jax.objective import ObjectiveConfig, preset_names
 from sat_jax.objective.config import used_fields
-from train.config import load, to_toml
+from train.config import RunConfig, load, to_toml
 from train.staleness import Schedule
+from train.strict_toml import read_table
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 
@@ -156,3 +159,52 @@ def test_settings_are_checked_also_when_they_do_not_come_from_a_file():
         dataclasses.replace(config, steps=-1)
     with pytest.raises(ValueError, match=r"batch\.rows: expected a multiple"):
         dataclasses.replace(config, mesh=MeshConfig(data=5))
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A folder with the config of a small checkpoint, and a run's table that begins with it."""
+    policy = PolicyConfig.tiny(vocab_size=40, max_positions=64, layers=3, dense_layers=(1,), dense_hidden=24)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(policy.to_hf()))
+    table = tomllib.loads(QUICKSTART.read_text())
+    table["policy"] = {"path": str(tmp_path / "model"), "dtype": "bfloat16", "remat": "none"}
+    return policy, table
+
+
+def test_a_policy_may_be_a_checkpoints(checkpoint, tmp_path):
+    policy, table = checkpoint
+    config = read_table(RunConfig, table)
+    built = config.policy.build(vocab_size=30, max_positions=45)
+    assert built == dataclasses.replace(policy, dtype="bfloat16", remat="none", max_positions=45)
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    assert load(tmp_path / "config.toml") == config
+    assert tomllib.loads(to_toml(config))["policy"] == table["policy"]
+    # The rest of the file is what it is without a checkpoint.
+    assert "path" not in tomllib.loads(to_toml(load(QUICKSTART)))["policy"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"width": 64}, r"policy\.path: expected no key beside it that the checkpoint decides, got width; remove it"),
+        ({"width": 64, "layers": 2}, r"policy\.path: .* got layers, width; remove them"),
+        ({"wdith": 64}, r"policy\.wdith: expected a known key, got 'wdith'; did you mean 'width'\?"),
+        ({"path": "nowhere"}, r"config of the policy: expected a readable JSON file, got .*nowhere"),
+    ],
+)
+def test_what_contradicts_a_checkpoint_is_refused(checkpoint, change, message):
+    _, table = checkpoint
+    table["policy"] |= change
+    with pytest.raises(ValueError, match=message):
+        read_table(RunConfig, table)
+
+
+def test_a_tokenizer_or_rows_beyond_the_checkpoint_are_refused(checkpoint):
+    config = read_table(RunConfig, checkpoint[1])
+    with pytest.raises(
+        ValueError, match=r"tokenizer: expected at most 40 tokens, the vocabulary of .*model, got 41; set"
+    ):
+        config.policy.build(vocab_size=41, max_positions=45)
+    with pytest.raises(ValueError, match=r"batch\.row_length: expected at most 64, the longest sequence of .*, got 65"):
+        config.policy.build(vocab_size=40, max_positions=65)

@@ -23,11 +23,9 @@ CONFIG = PolicyConfig.tiny(width=16, head_dim=4, expert_hidden=8, layers=3, dens
 POLICY = ("width=16", "head_dim=4", "expert_hidden=8", "layers=3", "dense_layers=[1]", "dense_hidden=12")
 
 
-def random_tensors(config, seed=0, layout="per-expert"):
+def random_tensors(config, seed=0):
     draw = np.random.default_rng(seed)
-    return {
-        name: draw.normal(size=shape).astype(np.float32) for name, shape in hf.tensor_shapes(config, layout).items()
-    }
+    return {name: draw.normal(size=shape).astype(np.float32) for name, shape in hf.tensor_shapes(config).items()}
 
 
 @pytest.fixture

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
+from sat_jax.model.hf_names import Layout
+
 MIB = 2**20
 DEVICES = 8
 
@@ -49,7 +51,7 @@ def main() -> None:
     sys.stdout.write(json.dumps(result) + "\n")
 
 
-def write(folder: Path, mib: int, dtype: str, layout: str) -> dict[str, float]:
+def write(folder: Path, mib: int, dtype: str, layout: Layout) -> dict[str, float]:
     """A random checkpoint of about this size; nine tenths of it are experts."""
     import jax.numpy as jnp
 
@@ -79,7 +81,7 @@ def write(folder: Path, mib: int, dtype: str, layout: str) -> dict[str, float]:
     return {"file_mib": round(sum(sizes) / MIB, 1), "largest_mib": round(max(sizes) / MIB, 1), "layers": layers}
 
 
-def load(folder: Path, param_dtype: str) -> dict[str, float]:
+def load(folder: Path, param_dtype: str) -> dict[str, float | str]:
     """Loads it and says how far memory rose above the shards."""
     import jax
     from flax import nnx

@@ -91,7 +91,7 @@ def test_names_of_a_dense_layer_are_hugging_faces():
             shapes = hf.tensor_shapes(config, layout)
             assert sum(int(np.prod(shape)) for shape in shapes.values()) == config.num_parameters()
     with pytest.raises(ValueError, match="layout: expected per-expert or fused, got 'split'"):
-        hf.tensor_shapes(DENSE, "split")
+        hf.tensor_shapes(DENSE, "split")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("config", [DENSE, MIXED], ids=["dense", "mixed"])

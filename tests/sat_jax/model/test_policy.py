@@ -319,6 +319,35 @@ def test_a_token_outside_the_vocabulary_shows(program):
     assert np.isnan(program(outside)[0].logp_BT[1, 3])
 
 
+def changed(batch, name, value):
+    """The batch with one number of a real position replaced."""
+    if name == "experts_LBTK":
+        ids = foreign(12)
+        ids[1, 1, 3, 0] = value
+        return with_trace(batch, ids, np.ones((ROWS, LENGTH), bool))
+    return dataclasses.replace(batch, **{name: getattr(batch, name).at[1, 3].set(value)})
+
+
+@pytest.mark.parametrize(
+    ("name", "bound"),
+    [("input_BT", CONFIG.vocab_size), ("position_BT", CONFIG.max_positions), ("experts_LBTK", CONFIG.experts)],
+)
+def test_a_number_out_of_its_range_is_an_error_or_not_a_number(program, name, bound):
+    batch = packed(12)
+    bad = changed(batch, name, bound)
+    where = rf"{name}: expected numbers from 0 to {bound - 1} \(the policy's\), got {bound} in row 1 at 3"
+    with pytest.raises(ValueError, match=where):
+        program.policy(bad.input_BT, bad.segment_BT, bad.position_BT, bad.trace)
+    # Inside jit nobody can raise: the row must not pass for a sound one.
+    logp_BT = program(bad)[0].logp_BT
+    assert np.isnan(logp_BT[1, 3])
+    assert np.isfinite(logp_BT[0]).all()
+    sound = program(changed(batch, name, bound - 1))[0].logp_BT
+    assert np.isfinite(sound[np.asarray(batch.loss_mask_BT)]).all()
+    padding = changed(dataclasses.replace(bad, segment_BT=bad.segment_BT.at[1].set(0)), name, bound)
+    assert np.isfinite(program(padding)[0].logp_BT[0]).all()
+
+
 def test_a_trace_of_another_model_is_refused(program):
     batch = packed(10)
     ids = np.zeros((CONFIG.layers, ROWS, LENGTH, CONFIG.experts_per_token))
