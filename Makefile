@@ -4,7 +4,7 @@ RUN := runs/quickstart
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test test-slow test-sharded lint clean
+.PHONY: help venv quickstart test test-slow test-sharded test-plan test-plan-full gpu-check lint clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -37,5 +37,30 @@ test-slow: .venv/.installed  ## the slow group: whole runs, killed and resumed
 test-sharded: .venv/.installed  ## whole optimizer steps on six meshes of eight fake devices
 	$(BIN)/python -m pytest -m sharded
 
+.venv-plan/.installed: pyproject.toml $(wildcard requirements/*.txt)
+	$(PYTHON) -m venv .venv-plan
+	.venv-plan/bin/python -m pip install --quiet --upgrade pip
+	@pins=requirements/py$$(.venv-plan/bin/python -c 'import sys; print("%d.%d" % sys.version_info[:2])').txt; \
+	[ -f $$pins ] || pins=/dev/null; .venv-plan/bin/python -m pip install --quiet -c $$pins -e '.[test,plan]'
+	@touch $@
+
+test-plan: .venv-plan/.installed  ## compile an update for TPU topologies, without a TPU (libtpu in .venv-plan)
+	.venv-plan/bin/python -m pytest -m plan
+
+test-plan-full: .venv-plan/.installed  ## the same for the 30B policy on v5p 4x4x4; a quarter of an hour
+	.venv-plan/bin/python -m pytest -m plan_full --timeout 3000
+
+.venv-gpu/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-gpu
+	.venv-gpu/bin/python -m pip install --quiet --upgrade pip
+	@pins=requirements/py$$(.venv-gpu/bin/python -c 'import sys; print("%d.%d" % sys.version_info[:2])').txt; \
+	[ -f $$pins ] || pins=/dev/null; .venv-gpu/bin/python -m pip install --quiet -c $$pins -e '.[test,cuda]'
+	@touch $@
+
+gpu-check:  ## tests and benchmarks that need a GPU: one JSON record; without a GPU it says so (exit code 0)
+	@if $(PYTHON) tools/gpu_check.py --only-look; \
+	then $(MAKE) --no-print-directory .venv-gpu/.installed && .venv-gpu/bin/python tools/gpu_check.py; \
+	else $(PYTHON) tools/gpu_check.py; fi
+
 clean:  ## remove the environment and caches; runs/ stays
-	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-plan .venv-gpu build *.egg-info .pytest_cache .ruff_cache .hypothesis
