@@ -1,4 +1,5 @@
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
@@ -267,7 +268,7 @@ def test_groups_of_one_are_refused():
 
 @pytest.mark.parametrize("name", ["groups_per_step", "group_size", "rows"])
 def test_sizes_are_positive(name):
-    sizes = {"groups_per_step": 2, "minibatches": 1, "group_size": 2, "row_length": 4, "rows": 2} | {name: 0}
+    sizes: Any = {"groups_per_step": 2, "minibatches": 1, "group_size": 2, "row_length": 4, "rows": 2} | {name: 0}
     with pytest.raises(ValueError, match=rf"batch\.{name}: expected at least 1, got 0"):
         BatchConfig(**sizes)
 
