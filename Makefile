@@ -4,7 +4,7 @@ RUN := runs/quickstart
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart lint test test-slow test-parity test-sharded test-sglang test-plan test-faults test-extras test-peers soak gpu-check bench clean
+.PHONY: help venv quickstart lint test test-slow test-parity test-sharded test-sglang test-plan test-plan-full test-faults test-extras test-peers soak gpu-check bench clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -65,6 +65,31 @@ soak: .venv/.installed  ## the whole fault suite (about an hour); writes docs/so
 test-extras: .venv/.installed  ## the tests that need the extras math and parquet, which it installs
 	$(BIN)/python -m pip install --quiet -e '.[math,parquet]'
 	$(BIN)/python -m pytest -m extras
+
+.venv-plan/.installed: pyproject.toml $(wildcard requirements/*.txt)
+	$(PYTHON) -m venv .venv-plan
+	.venv-plan/bin/python -m pip install --quiet --upgrade pip
+	@pins=requirements/py$$(.venv-plan/bin/python -c 'import sys; print("%d.%d" % sys.version_info[:2])').txt; \
+	[ -f $$pins ] || pins=/dev/null; .venv-plan/bin/python -m pip install --quiet -c $$pins -e '.[test,plan]'
+	@touch $@
+
+test-plan: .venv-plan/.installed  ## compile an update for TPU topologies, without a TPU (libtpu in .venv-plan)
+	.venv-plan/bin/python -m pytest -m plan
+
+test-plan-full: .venv-plan/.installed  ## the same for the 30B policy on v5p 4x4x4; a quarter of an hour
+	.venv-plan/bin/python -m pytest -m plan_full --timeout 3000
+
+.venv-gpu/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-gpu
+	.venv-gpu/bin/python -m pip install --quiet --upgrade pip
+	@pins=requirements/py$$(.venv-gpu/bin/python -c 'import sys; print("%d.%d" % sys.version_info[:2])').txt; \
+	[ -f $$pins ] || pins=/dev/null; .venv-gpu/bin/python -m pip install --quiet -c $$pins -e '.[test,cuda]'
+	@touch $@
+
+gpu-check:  ## tests and benchmarks that need a GPU: one JSON record; without a GPU it says so (exit code 0)
+	@if $(PYTHON) tools/gpu_check.py --only-look; \
+	then $(MAKE) --no-print-directory .venv-gpu/.installed && .venv-gpu/bin/python tools/gpu_check.py; \
+	else $(PYTHON) tools/gpu_check.py; fi
 
 clean:  ## remove the environments and caches; runs/ stays
 	rm -rf .venv .venv-* build *.egg-info .pytest_cache .ruff_cache .hypothesis

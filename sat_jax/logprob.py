@@ -20,9 +20,9 @@ from jax.sharding import Mesh
 from sat_jax.mesh import spec
 from sat_jax.shapes import check_shapes
 
-# A chunk of logits holds about this many float32 (256 MiB), within these widths: narrower starves a matrix unit, wider
+# A chunk of logits holds about this many float32 (64 MiB), within these widths: narrower starves a matrix unit, wider
 # gains nothing. Widths are whole tiles of a matrix unit.
-_CHUNK_ELEMENTS = 2**26
+_CHUNK_ELEMENTS = 2**24
 _CHUNK_MIN, _CHUNK_MAX, _TILE = 1024, 8192, 128
 # Stands for minus infinity, but its differences and products stay finite (0 * inf would be NaN).
 _LOWEST = float(jnp.finfo(jnp.float32).min) / 2

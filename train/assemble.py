@@ -32,6 +32,8 @@ class BatchConfig:
       group_size: M, completions of one prompt.
       row_length: T, tokens of a packed row; the longest prompt and completion.
       rows: B, rows of one microbatch; a step takes as many microbatches as its tokens fill.
+      buckets: shorter lengths, ascending, that a microbatch may have where its sequences fit into as many rows of it;
+        each is a program of its own.
     """
 
     groups_per_step: Annotated[int, Range(at_least=1)]
@@ -39,9 +41,15 @@ class BatchConfig:
     group_size: Annotated[int, Range(at_least=1)]
     row_length: Annotated[int, Range(at_least=2)]
     rows: Annotated[int, Range(at_least=1)]
+    buckets: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         check_fields(self, "batch")
+        if list(self.buckets) != sorted({length for length in self.buckets if 2 <= length < self.row_length}):
+            raise ValueError(
+                f"batch.buckets: expected lengths from 2 to below row_length = {self.row_length}, ascending, got "
+                f"{list(self.buckets)}"
+            )
         if self.group_size == 1:
             raise ValueError(
                 "batch.group_size: expected at least 2, got 1; the advantage compares a group's members, and groups of "
@@ -116,7 +124,7 @@ class AssembleStats:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Assembled:
-    """Host microbatches (NumPy leaves), equally shaped, and what is in them."""
+    """Host microbatches (NumPy leaves), equally shaped but for the lengths of their rows, and what is in them."""
 
     microbatches: tuple[TokenBatch, ...]
     stats: AssembleStats
@@ -146,7 +154,8 @@ def assemble(groups: Sequence[Group], version: int, config: AssembleConfig) -> A
       config: what the batch must look like.
 
     Returns:
-      As many microbatches of [rows, row_length] as the rows fill, the last one padded; a function of the arguments.
+      As many microbatches of [rows, row_length] as the rows fill, the last one padded, each in the shortest bucket that
+      holds it; a function of the arguments.
 
     Raises:
       ValueError: a group is not what it should be; group and member are named.
@@ -171,7 +180,8 @@ def assemble(groups: Sequence[Group], version: int, config: AssembleConfig) -> A
     rows = [[sequences[index] for index in row] for row in packed]
     size = config.batch.rows
     microbatches = tuple(
-        _microbatch(rows[first : first + size], version, config) for first in range(0, len(rows), size)
+        _microbatch(*_shorten(rows[first : first + size], config.batch), version, config)
+        for first in range(0, len(rows), size)
     )
     stats = _stats(sequences, microbatches, groups, advantage_PM, version, config)
     return Assembled(microbatches=microbatches, stats=stats)
@@ -221,8 +231,20 @@ def _advantages(groups: Sequence[Group], config: AdvantageConfig) -> np.ndarray:
     return advantage_PM
 
 
-def _microbatch(rows: Sequence[Sequence[_Sequence]], version: int, config: AssembleConfig) -> TokenBatch:
-    shape = (config.batch.rows, config.batch.row_length)
+def _shorten(rows: Sequence[Sequence[_Sequence]], batch: BatchConfig) -> tuple[Sequence[Sequence[_Sequence]], int]:
+    """The rows of a microbatch in the shortest bucket in which their sequences fit, and its length."""
+    sequences = [sequence for row in rows for sequence in row]
+    lengths = [sequence.positions for sequence in sequences]
+    for bucket in batch.buckets:
+        if max(lengths) <= bucket and sum(lengths) <= bucket * batch.rows:
+            packed = pack(lengths, bucket)
+            if len(packed) <= batch.rows:
+                return [[sequences[index] for index in row] for row in packed], bucket
+    return rows, batch.row_length
+
+
+def _microbatch(rows: Sequence[Sequence[_Sequence]], length: int, version: int, config: AssembleConfig) -> TokenBatch:
+    shape = (config.batch.rows, length)
     experts_LBTK = np.zeros((config.moe_layers, *shape, config.experts_per_token), id_dtype(config.experts))
     present_BT = np.zeros(shape, bool)
     arrays: dict[str, Any] = {
@@ -277,7 +299,7 @@ def _stats(
         # The sequences of a row are numbered from 1.
         sequences_each=tuple(int(micro.segment_BT.max(axis=1).sum()) for micro in microbatches),
         positions=positions,
-        fill=positions / (len(microbatches) * config.batch.rows * config.batch.row_length),
+        fill=positions / sum(micro.input_BT.size for micro in microbatches),
         tokens=lags.total(),
         unverified=len(sequences) - len(rewards),
         missing=positions - replayed if config.replay else 0,

@@ -1,6 +1,6 @@
 """The jitted functions of a run: measure, update, reference. The only file that calls `jax.jit` on a step.
 
-A batch is a tuple of equally shaped microbatches, so that its size never changes a program. `update` is a host loop of
+A batch is a tuple of microbatches of a few shapes, so that its size never changes a program. `update` is a host loop of
 `grad_step` (the accumulator is donated) and one `apply`. With one microbatch `measure` is fused into `grad_step`, which
 then takes the threshold of its own batch: one forward pass fewer, the same number.
 """
@@ -186,10 +186,9 @@ class Step:
         return objectives.mismatch(self._score(params, micro).logp_BT, micro, self._objective)
 
     def _threshold(self, mismatches: tuple[jax.Array, ...], batch: Batch) -> jax.Array:
-        # Stacked on a new axis, not concatenated: every row stays on the device that holds it.
-        mask = jnp.stack([micro.loss_mask_BT for micro in batch])
-        advantage = jnp.stack([micro.advantage_BT for micro in batch])
-        return objectives.batch_threshold(jnp.stack(mismatches), mask, advantage, self._objective)
+        mask = _stack([micro.loss_mask_BT for micro in batch])
+        advantage = _stack([micro.advantage_BT for micro in batch])
+        return objectives.batch_threshold(_stack(mismatches), mask, advantage, self._objective)
 
     def _grad(
         self,
@@ -230,6 +229,15 @@ class Step:
             return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
 
         return keep(stepped, params), keep(advanced, opt_state), (norm, finite)
+
+
+def _stack(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Arrays of positions on a new axis, shorter rows filled up with zeros.
+
+    Not concatenated: every row stays on the device that holds it.
+    """
+    length = max(array.shape[1] for array in arrays)
+    return jnp.stack([jnp.pad(array, ((0, 0), (0, length - array.shape[1]))) for array in arrays])
 
 
 def _policy_metrics(output: PolicyOutput, micro: TokenBatch) -> Metrics:

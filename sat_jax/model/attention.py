@@ -46,7 +46,7 @@ def packed_attention(
 
     On TPU by the splash kernel. Elsewhere rows of at most 1024 positions are attended whole, and longer ones by chunks.
     The memory of both kernels is linear in T, and they skip blocks that share no segment (see `attention_pairs`).
-    For a rematerialisation policy what comes in is named "projections" and what comes out "attention".
+    For a rematerialisation policy the result is named "attention".
 
     Args:
       q_BTHC: queries.
@@ -63,7 +63,6 @@ def packed_attention(
       ValueError: an argument's shape contradicts its suffix.
     """
     sizes = check_shapes(q_BTHC=q_BTHC, k_BTGC=k_BTGC, v_BTGC=v_BTGC, segment_BT=segment_BT)
-    q_BTHC, k_BTGC, v_BTGC = (checkpoint_name(array, "projections") for array in (q_BTHC, k_BTGC, v_BTGC))
     if platform(mesh) == "tpu":
         kernel = functools.partial(splash_attention, block=block_size(sizes["T"]))
     elif sizes["T"] <= _WHOLE_ROW:

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from sat_jax.mesh import platform, spec
 from sat_jax.model.blocked import BLOCKED
 from sat_jax.model.dispatch import ExpertGrads, ExpertKernel, ExpertWeights, Routed
+from sat_jax.model.exchange import exchange_backward, exchange_forward
 from sat_jax.model.grouped import GROUPED
 from sat_jax.shapes import check_shapes
 
@@ -44,7 +45,8 @@ def apply_experts(
     accumulated in float32: over experts, over shards, and in the weights' gradients.
 
     On a mesh, tokens are gathered over `expert`, every shard runs its own experts on all of them, and the sums are
-    scattered back. No collective is inside the loop, whose trip count differs between shards.
+    scattered back; beyond K shards tokens are sent where they are wanted instead (`exchange`). No collective is inside
+    a kernel's loop, whose trip count differs between shards.
 
     Args:
       x_ND: tokens, float32 or bfloat16.
@@ -147,7 +149,11 @@ def _shard_forward(
 ) -> tuple[jax.Array, jax.Array]:
     """One device's part: its experts, on the tokens of all shards of `expert`."""
     dtype = routed.x_ND.dtype
-    out_ND, executed = kernel.forward(rows, _gather_tokens(routed, weights), _gather_weights(weights, dtype))
+    whole = _gather_weights(weights, dtype)
+    if _exchanges(routed):
+        out_nD, executed = exchange_forward(kernel, rows, routed, whole)
+        return lax.psum(out_nD, "tensor").astype(dtype), executed[None]
+    out_ND, executed = kernel.forward(rows, _gather_tokens(routed, weights), whole)
     return _sum_over_experts(out_ND).astype(dtype), executed[None]
 
 
@@ -155,10 +161,14 @@ def _shard_backward(
     kernel: ExpertKernel, rows: int, routed: Routed, weights: ExpertWeights, out_grad_nD: jax.Array
 ) -> ExpertGrads:
     """Its gradients. Weights travel in the type of the products, their gradients back in float32."""
-    dtype = routed.x_ND.dtype
-    out_grad_ND = lax.all_gather(out_grad_nD.astype(dtype), "expert", tiled=True)
-    gathered = _gather_tokens(routed, weights)
-    dx_ND, dweight_NK, dweights = kernel.backward(rows, gathered, _gather_weights(weights, dtype), out_grad_ND)
+    whole, out_grad_nD = _gather_weights(weights, routed.x_ND.dtype), out_grad_nD.astype(routed.x_ND.dtype)
+    if _exchanges(routed):
+        *tokens, dweights = exchange_backward(kernel, rows, routed, whole, out_grad_nD)
+        dx_nD, dweight_nK = (lax.psum(grad, "tensor") for grad in tokens)
+    else:
+        out_grad_ND = lax.all_gather(out_grad_nD, "expert", tiled=True)
+        *tokens, dweights = kernel.backward(rows, _gather_tokens(routed, weights), whole, out_grad_ND)
+        dx_nD, dweight_nK = (_sum_over_experts(grad) for grad in tokens)
     scatter = functools.partial(lax.psum_scatter, axis_name="fsdp", tiled=True)
     reduced = ExpertWeights(
         gate_EDF=scatter(dweights.gate_EDF, scatter_dimension=1),
@@ -166,7 +176,12 @@ def _shard_backward(
         down_EFD=scatter(dweights.down_EFD, scatter_dimension=2),
     )
     dweights = jax.tree.map(lambda grad: lax.psum(grad, "data"), reduced)
-    return _sum_over_experts(dx_ND), _sum_over_experts(dweight_NK), dweights
+    return dx_nD, dweight_nK, dweights
+
+
+def _exchanges(routed: Routed) -> bool:
+    """Whether tokens are sent where they are wanted: gathering them all moves more once the shards exceed the slots."""
+    return lax.axis_size("expert") > routed.ids_NK.shape[1]
 
 
 def _sum_over_experts(array: jax.Array) -> jax.Array:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from sat_jax.mesh import constrain, spec
@@ -156,6 +157,8 @@ class Layer(nnx.Module):
         q_BTHC = linear("btd,dhc->bthc", normed_BTD, weight(self.query_DHC, self.mesh, _INWARD))
         k_BTGC = linear("btd,dgc->btgc", normed_BTD, weight(self.key_DGC, self.mesh, _INWARD))
         v_BTGC = linear("btd,dgc->btgc", normed_BTD, weight(self.value_DGC, self.mesh, _INWARD))
+        # Named before norm and rope, whose backward passes need what goes into them.
+        q_BTHC, k_BTGC, v_BTGC = (checkpoint_name(array, "projections") for array in (q_BTHC, k_BTGC, v_BTGC))
         q_BTHC = rope(rms_norm(q_BTHC, self.query_norm_C[...], eps), position_BT, theta)
         k_BTGC = rope(rms_norm(k_BTGC, self.key_norm_C[...], eps), position_BT, theta)
         return q_BTHC, k_BTGC, v_BTGC

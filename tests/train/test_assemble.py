@@ -1,4 +1,5 @@
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,8 +16,15 @@ from tests.reference.rollouts import EXPERTS, LAYERS, SLOTS, make_completion, ma
 from train.assemble import AssembleConfig, BatchConfig, assemble, pack, place
 
 
-def config(*, group_size=2, row_length=12, rows=2, groups=3, **changes):
-    sizes = BatchConfig(groups_per_step=groups, minibatches=1, group_size=group_size, row_length=row_length, rows=rows)
+def config(*, group_size=2, row_length=12, rows=2, groups=3, buckets=(), **changes):
+    sizes = BatchConfig(
+        groups_per_step=groups,
+        minibatches=1,
+        group_size=group_size,
+        row_length=row_length,
+        rows=rows,
+        buckets=buckets,
+    )
     base = AssembleConfig(
         batch=sizes,
         advantage=AdvantageConfig(),
@@ -261,9 +269,35 @@ def test_groups_of_one_are_refused():
 
 @pytest.mark.parametrize("name", ["groups_per_step", "group_size", "rows"])
 def test_sizes_are_positive(name):
-    sizes = {"groups_per_step": 2, "minibatches": 1, "group_size": 2, "row_length": 4, "rows": 2} | {name: 0}
+    sizes: Any = {"groups_per_step": 2, "minibatches": 1, "group_size": 2, "row_length": 4, "rows": 2} | {name: 0}
     with pytest.raises(ValueError, match=rf"batch\.{name}: expected at least 1, got 0"):
         BatchConfig(**sizes)
+
+
+def test_the_last_microbatch_takes_the_shortest_bucket_in_which_its_sequences_fit():
+    # Nine sequences of 6 positions, two a row of 12: two rows a microbatch, and one sequence is left for the third.
+    groups = [make_group(t, counts=(2, 2, 2), prompt_length=5) for t in range(3)]
+    made = assemble(groups, 0, config(group_size=3, buckets=(4, 6, 8)))
+    assert [micro.input_BT.shape for micro in made.microbatches] == [(2, 12), (2, 12), (2, 6)]
+    assert made.stats.fill == pytest.approx(9 * 6 / (2 * 24 + 12))
+    assert made.microbatches[2].trace.experts_LBTK.shape == (LAYERS, 2, 6, SLOTS)
+    plain = assemble(groups, 0, config(group_size=3))
+    assert sorted(map(str, assemble_twin.unpacked(made.microbatches))) == sorted(
+        map(str, assemble_twin.unpacked(plain.microbatches))
+    )
+    assert plain.stats.fill < made.stats.fill
+
+
+def test_a_microbatch_that_fits_no_bucket_keeps_the_whole_length():
+    # Three sequences of 6 positions need three rows of 6, but two of 12.
+    made = assemble([make_group(0, counts=(2, 2, 2), prompt_length=5)], 0, config(group_size=3, buckets=(6, 8)))
+    assert [micro.input_BT.shape for micro in made.microbatches] == [(2, 12)]
+
+
+@pytest.mark.parametrize("buckets", [(8, 4), (4, 4), (1,), (12,)])
+def test_buckets_are_ascending_and_shorter_than_a_row(buckets):
+    with pytest.raises(ValueError, match=r"batch\.buckets: expected lengths from 2 to below row_length = 12"):
+        config(buckets=buckets)
 
 
 def test_placing_cuts_rows_along_the_batch_axes_and_changes_no_value():

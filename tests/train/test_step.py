@@ -115,6 +115,27 @@ def test_an_update_does_not_depend_on_how_the_batch_is_cut(objective):
         assert seen_one.metrics[name] == pytest.approx(seen_two.metrics[name], rel=1e-4, abs=1e-6), name
 
 
+def lengthened(micro, extra):
+    """The same microbatch in rows that are `extra` positions longer."""
+
+    def pad(leaf):
+        axis = 2 if leaf.ndim == 4 else 1
+        return np.pad(leaf, [(0, extra if n == axis else 0) for n in range(leaf.ndim)])
+
+    return jax.tree.map(pad, micro)
+
+
+def test_microbatches_of_two_lengths_make_the_step_of_one_length():
+    step, state, mesh = build("sat_grpo")
+    pieces = cut_rows(near(step, state, assemble(groups(), 0, ASSEMBLY).microbatches, mesh)[0], 2)
+    one, seen_one = advanced(step, state, place(pieces, mesh))
+    two, seen_two = advanced(step, state, place((pieces[0], lengthened(pieces[1], 4)), mesh))
+    for left, right in zip(as_arrays(one.params), as_arrays(two.params), strict=True):
+        np.testing.assert_allclose(left, right, atol=2e-5)
+    for name in ("sat/threshold", "sat/gate_rate", "loss", "grad_norm"):
+        assert seen_one.metrics[name] == pytest.approx(seen_two.metrics[name], rel=1e-4, abs=1e-6), name
+
+
 def test_the_microbatch_scope_takes_each_threshold_of_its_own():
     step, state, mesh = build("sat_grpo", quantile_scope="microbatch")
     whole = near(step, state, assemble(groups(), 0, ASSEMBLY).microbatches, mesh)

@@ -159,7 +159,12 @@ def test_both_ways_to_sort_give_the_stable_order():
 
 
 @pytest.mark.parametrize("routing", ["even", "one"])
-@pytest.mark.parametrize("axes", [{"data": 2, "expert": 4}, {"fsdp": 2, "expert": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize(
+    "axes",
+    # Beyond two shards of `expert`, the slots of a token, tokens are exchanged instead of gathered.
+    [{"data": 2, "expert": 4}, {"expert": 8}, {"fsdp": 2, "expert": 2, "tensor": 2}, {"expert": 4, "tensor": 2}],
+    ids=str,
+)
 def test_sharded_experts_equal_unsharded_under_any_skew(axes, routing):
     x, ids, weight, used = tokens(10, routing, number=8)
     w = weights(count=8)
@@ -167,6 +172,17 @@ def test_sharded_experts_equal_unsharded_under_any_skew(axes, routing):
     ours, twin = sharded(x, weight, w, ids, used), _twin(x, weight, w, ids, used)
     for got, expected in zip(jax.tree.leaves(ours), jax.tree.leaves(twin), strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=2e-5)
+
+
+def test_tokens_are_exchanged_only_beyond_as_many_shards_as_slots():
+    x, ids, weight, used = tokens(12, number=8)
+    for shards, exchanged in ((2, False), (4, True)):
+        mesh = make_mesh(MeshConfig(data=8 // shards, expert=shards))
+        program = str(
+            jax.make_jaxpr(functools.partial(apply_experts, mesh=mesh))(x, ids, weight, used, weights(count=8))
+        )
+        assert ("all_to_all" in program) == exchanged
+        assert ("reduce_scatter" in program) != exchanged
 
 
 def test_shapes_that_disagree_are_refused():
