@@ -4,7 +4,7 @@ RUN := runs/quickstart
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test test-slow lint clean
+.PHONY: help venv quickstart test test-slow test-sglang lint clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -34,5 +34,16 @@ test: lint  ## the default suite: everything but the marked groups (about 8 minu
 test-slow: .venv/.installed  ## the slow group: whole runs, killed and resumed
 	$(BIN)/python -m pytest -m slow
 
+SGLANG_PYTHON ?= python3.11
+SGLANG := .venv-sglang
+
+$(SGLANG)/.installed: tests/sglang_cpu/requirements.txt
+	$(SGLANG_PYTHON) -m venv $(SGLANG)
+	$(SGLANG)/bin/python -m pip install --quiet --no-deps -r $<
+	@touch $@
+
+test-sglang: .venv/.installed $(SGLANG)/.installed  ## the real SGLang on a CPU, under the bridge (2.4 GB, once)
+	$(BIN)/python -m pytest -m sglang tests/sglang
+
 clean:  ## remove the environment and caches; runs/ stays
-	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv $(SGLANG) build *.egg-info .pytest_cache .ruff_cache .hypothesis

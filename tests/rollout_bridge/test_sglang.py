@@ -399,7 +399,7 @@ def test_no_room_is_said_before_anything_is_written(both, monkeypatch):
     for blocks, kind in ((1, Fatal), (1 << 40, Retryable)):
         full = type("Room", (), room | {"f_blocks": blocks})
         monkeypatch.setattr("rollout_bridge.engines.sglang_files.os.statvfs", lambda _path, full=full: full)
-        with pytest.raises(kind, match="expected room for .*--stage-folder"):
+        with pytest.raises(kind, match=r"expected room for .*--stage-folder"):
             engine.stage(manifest)
 
 
