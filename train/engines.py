@@ -4,12 +4,14 @@ import contextlib
 import dataclasses
 import os
 import signal
+import socket
 import sys
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from rollout_bridge import ClientOptions, ClientTls, Fatal, Fleet, FleetOptions, Security, serve
+from rollout_bridge import ClientOptions, ClientTls, Fatal, Fleet, FleetOptions, Lease, Security, serve
 from train.config import RunConfig
 from train.engine_process import EngineProcessConfig, LocalEngineProcess
 from train.local_engine import LocalEngine, LocalEngineConfig
@@ -39,7 +41,7 @@ class Engines:
 
 @contextlib.contextmanager
 def attach_fleet(
-    config: RunConfig, problem: Problem, folder: Path, on_event: Callable[[str, str], None]
+    config: RunConfig, problem: Problem, folder: Path, on_event: Callable[[str, str], None], errand: str = "training"
 ) -> Iterator[Engines]:
     """Connects to the fleet, starting a local engine where the config says so.
 
@@ -48,6 +50,7 @@ def attach_fleet(
       problem: for the policy's architecture.
       folder: of the run; the local engine's log goes there.
       on_event: called with a kind and a text when an engine is lost, restarted, or published to again.
+      errand: what the fleet is for; while one process publishes to an engine, another run or errand is refused.
 
     Raises:
       ValueError: the local engine's port is in use.
@@ -60,7 +63,11 @@ def attach_fleet(
             process = stack.enter_context(_start_local(config, problem, folder))
             endpoints = (process.endpoint,)
         options = FleetOptions(
-            client=ClientOptions(chunk_bytes=config.rollout.chunk_bytes, security=_security(config.rollout)),
+            client=ClientOptions(
+                chunk_bytes=config.rollout.chunk_bytes,
+                security=_security(config.rollout),
+                lease=Lease(holder=f"{errand} of {socket.gethostname()}:{folder.resolve()}", start=uuid.uuid4().hex),
+            ),
             progress_seconds=config.rollout.deadline,
             on_lost=None if process is None else lambda _endpoint: _restart(process, on_event),
             on_event=on_event,

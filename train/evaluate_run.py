@@ -39,7 +39,7 @@ def evaluate_run(folder: Path, *, as_json: bool) -> Evaluation:
         start = restore(config, problem, folder, mesh, checkpoints)
     if start is None:
         raise ValueError(f"{folder}: expected a checkpoint, got none; let the run reach its first one")
-    with attach_fleet(config, problem, folder, on_event=lambda _kind, _text: None) as engines:
+    with attach_fleet(config, problem, folder, on_event=lambda _kind, _text: None, errand="evaluation") as engines:
         buffer = Buffer(max_lag=0, deadline=config.rollout.deadline)
         publisher = make_publisher(config, problem, start.graph, engines.fleet, buffer)
         publisher.start(start.cut.state, on_committed=lambda _version: None)
