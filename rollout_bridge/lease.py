@@ -76,10 +76,10 @@ class LeaseBook:
         """
         with self._lock:
             now, held = time.monotonic(), self._held
-            if lease in self._past:
+            if lease in self._past and held is not None:
                 raise Fatal(
-                    f"lease of {lease.holder}: expected its latest start, got one that a later start has taken over "
-                    "from; end this process"
+                    f"lease of {lease.holder}: expected the engine's holder, got a start that {held.holder} has taken "
+                    f"over from {now - self._since:.0f} s ago; end this process"
                 )
             silent = now - self._seen
             if held is not None and lease.holder != held.holder and silent < self._seconds:

@@ -11,7 +11,8 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from rollout_bridge import ClientOptions, ClientTls, Fatal, Fleet, FleetOptions, Lease, Security, serve
+from rollout_bridge import ClientOptions, ClientTls, Fatal, Fleet, FleetOptions, Lease, Retryable, Security, serve
+from rollout_bridge.discovery import resolve
 from train.config import RunConfig
 from train.engine_process import EngineProcessConfig, LocalEngineProcess
 from train.local_engine import LocalEngine, LocalEngineConfig
@@ -20,6 +21,7 @@ from train.setup import Problem, make_problem
 
 ENGINE_LOG = "engine.log"
 _READY_SECONDS = 180.0  # a local engine compiles before it answers
+_SILENT_SECONDS = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +60,7 @@ def attach_fleet(
     """
     with contextlib.ExitStack() as stack:
         process = None
-        endpoints = config.rollout.endpoints
+        endpoints = resolve(config.rollout.endpoints)
         if config.rollout.engine == "local":
             process = stack.enter_context(_start_local(config, problem, folder))
             endpoints = (process.endpoint,)
@@ -73,6 +75,8 @@ def attach_fleet(
             on_event=on_event,
         )
         fleet = stack.enter_context(Fleet(endpoints, options=options))
+        if process is None:
+            _await(fleet, on_event)
         _check_model(fleet, problem, config)
         yield Engines(fleet=fleet, process=process)
 
@@ -135,6 +139,14 @@ def _restart(process: LocalEngineProcess, on_event: Callable[[str, str], None]) 
         process.restart(ended.splitlines()[0])
     except RuntimeError as error:
         raise Fatal(str(error)) from error
+
+
+def _await(fleet: Fleet, on_event: Callable[[str, str], None]) -> None:
+    """Says early where a remote fleet does not answer; it is waited for all the same."""
+    try:
+        fleet.wait_ready(_SILENT_SECONDS)
+    except Retryable as error:
+        on_event("waiting", f"{error}; is a bridge started there (rollout.endpoints), and reachable from this host?")
 
 
 def _check_model(fleet: Fleet, problem: Problem, config: RunConfig) -> None:
