@@ -31,7 +31,7 @@ def test_a_killed_server_comes_back_out_of_service_and_is_pushed_to_before_it_sa
     server.kill()
     eventually(lambda: engine.status().serving is Serving.NOT_SERVING)
     server.start()
-    sampling.join(200)
+    sampling.join(400)
     assert not errors
     assert sorted((c.request_id, c.member) for c in completions) == [(f"t{n}", m) for n in range(6) for m in (0, 1)]
     assert engine.engine_id != before
@@ -93,8 +93,8 @@ def test_a_server_killed_in_a_commit_is_committed_to_again(publish, fleet, train
     killer = threading.Thread(target=kill)
     killer.start()
     report = fleet.commit(weights.version, trainer.probe(2), InFlight.RETRACT)
-    killer.join(200)
-    sampling.join(200)
+    killer.join(400)
+    sampling.join(400)
     assert report.mean_abs < 1e-5
     assert sorted((c.request_id, c.member) for c in completions) == [(f"t{n}", m) for n in range(4) for m in (0, 1)]
     for completion in completions:

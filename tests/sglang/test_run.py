@@ -46,6 +46,7 @@ def train(bridge_process, tmp_path):
         f'rollout.endpoints=["{bridge_process}"]',
         "rollout.dtype=float32",
         "rollout.probe_tolerance=0.001",
+        "rollout.deadline=400",  # a killed server needs minutes to come back on a busy machine
         "reward=random",  # so small a policy is never right, and equal rewards teach nothing
         "optim.peak_lr=0.01",
         "optim.warmup=0",
