@@ -2,8 +2,8 @@
 
     python tools/bench/bench_bridge.py [--mebibytes 256] [--rounds 5]
 
-Two processes on loopback. The bare stream, a push that is kept in memory, and one that is written to shared memory as for
-SGLang take turns, so that a busy machine slows all alike. Prints one JSON line; every ratio is of medians.
+Two processes on loopback. The bare stream, a push that is kept in memory, and one that is written to shared memory as
+for SGLang take turns, so that a busy machine slows all alike. Prints one JSON line; every ratio is of medians.
 """
 
 import argparse
