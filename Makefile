@@ -91,5 +91,16 @@ gpu-check:  ## tests and benchmarks that need a GPU: one JSON record; without a 
 	then $(MAKE) --no-print-directory .venv-gpu/.installed && .venv-gpu/bin/python tools/gpu_check.py; \
 	else $(PYTHON) tools/gpu_check.py; fi
 
+SGLANG_PYTHON ?= python3.11
+SGLANG := .venv-sglang
+
+$(SGLANG)/.installed: tests/sglang_cpu/requirements.txt
+	$(SGLANG_PYTHON) -m venv $(SGLANG)
+	$(SGLANG)/bin/python -m pip install --quiet --no-deps -r $<
+	@touch $@
+
+test-sglang: .venv/.installed $(SGLANG)/.installed  ## the real SGLang on a CPU, under the bridge (2.4 GB, once)
+	$(BIN)/python -m pytest -m sglang tests/sglang
+
 clean:  ## remove the environments and caches; runs/ stays
 	rm -rf .venv .venv-* build *.egg-info .pytest_cache .ruff_cache .hypothesis

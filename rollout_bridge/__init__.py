@@ -4,6 +4,7 @@ from rollout_bridge.client import Client, ClientOptions
 from rollout_bridge.engine import Engine, StageSink
 from rollout_bridge.errors import BridgeError, Busy, Fatal, NotStaged, Retryable
 from rollout_bridge.fleet import CommitReport, Fleet, FleetOptions
+from rollout_bridge.lease import Lease
 from rollout_bridge.messages import (
     Completion,
     EngineStatus,
@@ -39,6 +40,7 @@ __all__ = [
     "Fleet",
     "FleetOptions",
     "InFlight",
+    "Lease",
     "LogprobDefinition",
     "Manifest",
     "ModelInfo",

@@ -12,6 +12,7 @@ import tenacity
 from rollout_bridge import codec
 from rollout_bridge.checks import check_completion, check_request
 from rollout_bridge.errors import BridgeError, Busy, Fatal, Retryable
+from rollout_bridge.lease import LEASE_KEY, Lease
 from rollout_bridge.messages import (
     Chunk,
     Completion,
@@ -53,6 +54,7 @@ class ClientOptions:
       sample_seconds: of a Sample call, all its members.
       attempts: of every call that is safe to repeat (all but Sample).
       sender: who calls, for the errors of others.
+      lease: in whose name weights are pushed; None = nobody's, which is refused while somebody holds the engine.
     """
 
     security: Security = dataclasses.field(default_factory=Security)
@@ -64,6 +66,7 @@ class ClientOptions:
     sample_seconds: float = 3600.0
     attempts: int = 4
     sender: str = dataclasses.field(default_factory=lambda: f"{socket.gethostname()}:{os.getpid()}")
+    lease: Lease | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.chunk_bytes <= self.max_message_bytes - 1024:
@@ -100,7 +103,8 @@ class Client:
             f"/{codec.SERVICE}/StageWeights", codec.serialize_part, codec.stage_reply
         )
         token = () if security.token is None else ((TOKEN_KEY, f"Bearer {security.token}"),)
-        self._metadata: tuple[tuple[str, str | bytes], ...] = ((SENDER_KEY, self.options.sender), *token)
+        lease = () if self.options.lease is None else ((LEASE_KEY, self.options.lease.to_metadata()),)
+        self._metadata: tuple[tuple[str, str | bytes], ...] = ((SENDER_KEY, self.options.sender), *token, *lease)
 
     def model(self) -> ModelInfo:
         """What the engine holds."""

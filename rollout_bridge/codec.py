@@ -5,7 +5,6 @@ ValueError; what a record must be to be used is in `checks`.
 """
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
@@ -34,6 +33,7 @@ from rollout_bridge.messages import (
     Trace,
 )
 from rollout_bridge.proto import rollout_pb2 as pb
+from rollout_bridge.runs import from_runs, to_runs
 
 T = TypeVar("T")
 
@@ -386,21 +386,11 @@ def _decode_trace(message: pb.Trace, subject: str) -> Trace:
 
 
 def _encode_runs(version: np.ndarray) -> list[pb.VersionRun]:
-    if not len(version):
-        return []
-    begins = np.concatenate([[0], np.flatnonzero(np.diff(version)) + 1, [len(version)]])
-    return [
-        pb.VersionRun(version=int(version[begin]), length=int(end - begin)) for begin, end in itertools.pairwise(begins)
-    ]
+    return [pb.VersionRun(version=value, length=length) for value, length in to_runs(version)]
 
 
 def _decode_runs(runs: Sequence[pb.VersionRun], length: int, subject: str) -> np.ndarray:
-    versions, lengths = [run.version for run in runs], [run.length for run in runs]
-    if sum(lengths) != length or min(lengths, default=1) < 1 or not all(-(1 << 31) <= v < 1 << 31 for v in versions):
-        raise ValueError(f"{subject}: expected 32-bit versions in runs of {length} in all, got {versions} x {lengths}")
-    if len(versions) == 1:  # nearly always
-        return np.full(length, versions[0], np.int32)
-    return np.repeat(np.array(versions, np.int32), lengths)
+    return from_runs([run.version for run in runs], [run.length for run in runs], length, subject)
 
 
 def _known(table: Mapping[T, int], value: int, subject: str) -> T:

@@ -230,7 +230,8 @@ class Fleet:
         Raises:
           ValueError: that version is not staged, or the probe cannot decide anything.
           Retryable: not done within `publish_seconds`; names the engines.
-          Fatal: an engine did not reproduce the probe, or refused; names it, and those that serve.
+          Fatal: an engine did not reproduce the probe, or refused; names it, and those that serve. Or engines that tell
+            a checksum of what they serve tell different ones.
         """
         with self._publishing:
             weights = self._staged
@@ -247,6 +248,7 @@ class Fleet:
                     endpoint.recheck()
             if failures:
                 _raise(f"commit of version {version}", reports, failures)
+            _must_agree(version, {address: report.checksum for address, report in reports.items()})
             return CommitReport(version=version, engines=reports)
 
     def publish(self, weights: Weights, probe: Probe, in_flight: InFlight) -> CommitReport:
@@ -309,6 +311,16 @@ class Fleet:
     def _tell(self, kind: str, text: str) -> None:
         self._counts.add(kind)
         self.options.on_event(kind, text)
+
+
+def _must_agree(version: int, checksums: Mapping[str, str]) -> None:
+    """Replicas that took the same bytes must serve the same weights."""
+    told = {address: checksum for address, checksum in checksums.items() if checksum}
+    if len(set(told.values())) > 1:
+        raise Fatal(
+            f"commit of version {version}: expected the same checksum of the served weights everywhere, got {told}; "
+            "start all servers alike (--tp, --dtype), or restart the one that differs"
+        )
 
 
 def _raise(what: str, reports: Mapping[str, object], failures: Mapping[str, BaseException]) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from rollout_bridge.checks import check_manifest, check_probe
 from rollout_bridge.engine import Engine, StageSink
 from rollout_bridge.errors import BridgeError, Busy, Fatal, NotStaged
+from rollout_bridge.lease import NOBODY, Lease, LeaseBook
 from rollout_bridge.messages import (
     Chunk,
     EngineStatus,
@@ -41,13 +42,15 @@ class _Push:
 class PushDesk:
     """Stages and commits on one engine. Every method may be called from any thread."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, leases: LeaseBook) -> None:
         self._engine = engine
+        self._leases = leases
         self._lock = threading.Lock()
         self._holder = ""
         self._held_since = 0.0
         self._staged: _Push | None = None
         self._live: _Push | None = None
+        self._live_lease = NOBODY  # in whose name
         self._doubt: str | None = None
 
     def status(self) -> EngineStatus:
@@ -62,16 +65,18 @@ class PushDesk:
         """Why the engine is not trusted, if it is not."""
         return self._doubt
 
-    def stage(self, parts: Iterator[Manifest | Chunk], sender: str) -> StageReport:
+    def stage(self, parts: Iterator[Manifest | Chunk], sender: str, lease: Lease = NOBODY) -> StageReport:
         """Receives a push.
 
         Args:
           parts: the manifest, then all chunks.
           sender: who pushes, for whoever finds the desk taken.
+          lease: in whose name.
 
         Raises:
           Busy: another push is under way.
-          Fatal: the version is not above the live one, or its bytes are not what the manifest promised.
+          Fatal: another trainer holds the engine, the version is not above the live one of the same trainer, or its
+            bytes are not what the manifest promised.
           Retryable: the stream broke or was corrupted; nothing of it stays.
           ValueError: the manifest does not fit the model, or the chunks do not fit the manifest.
         """
@@ -79,10 +84,11 @@ class PushDesk:
         if not isinstance(manifest, Manifest):
             raise ValueError(f"push: expected a manifest first, got {'a chunk' if manifest else 'an empty stream'}")
         with self._hold(f"the push of version {manifest.version} by {sender}"):
+            self._leases.claim(lease)
             status = self.status()
             if (already := self._already(manifest.version, manifest.digest, status)) is not None:
                 return StageReport(staged=already, num_bytes=0, engine_id=status.engine_id)
-            self._must_grow(manifest.version, status)
+            self._must_grow(manifest.version, status, lease)
             check_manifest(manifest, self._engine.model())
             received, seconds = _receive(parts, manifest, self._engine.stage(manifest))
             self._staged = _Push(engine_id=status.engine_id, version=manifest.version, digest=manifest.digest)
@@ -90,7 +96,9 @@ class PushDesk:
                 staged=Staged.RECEIVED, num_bytes=received, engine_id=status.engine_id, seconds_write=seconds
             )
 
-    def commit(self, push: tuple[int, str], probe: Probe, in_flight: InFlight, sender: str) -> ProbeReport:
+    def commit(
+        self, push: tuple[int, str], probe: Probe, in_flight: InFlight, sender: str, lease: Lease = NOBODY
+    ) -> ProbeReport:
         """Makes a staged push live.
 
         Args:
@@ -98,21 +106,25 @@ class PushDesk:
           probe: what the engine must reproduce under it.
           in_flight: what becomes of running requests.
           sender: who commits.
+          lease: in whose name.
 
         Raises:
           Busy: another push is under way.
           NotStaged: it is neither staged nor live.
-          Fatal: the version is not above the live one, or the engine does not reproduce the probe.
+          Fatal: another trainer holds the engine, the version is not above the live one of the same trainer, or the
+            engine does not reproduce the probe.
           ValueError: the probe cannot decide anything.
         """
         version, digest = push
         with self._hold(f"the commit of version {version} by {sender}"):
+            self._leases.claim(lease)
             check_probe(probe, self._engine.model())
             status = self.status()
             already = self._already(version, digest, status)
             if already is Staged.ALREADY_LIVE and self._live is not None and self._live.report is not None:
+                self._live_lease = lease
                 return self._live.report
-            self._must_grow(version, status)
+            self._must_grow(version, status, lease)
             if already is not Staged.ALREADY_STAGED:
                 raise NotStaged(
                     f"commit of version {version}: expected it to be staged with digest {digest}, got "
@@ -120,16 +132,18 @@ class PushDesk:
                 )
             report = self._commit(version, probe, in_flight)
             live = _Push(engine_id=status.engine_id, version=version, digest=digest, report=report)
-            self._live, self._staged, self._doubt = live, None, None
+            self._live, self._live_lease, self._staged, self._doubt = live, lease, None, None
             return report
 
-    def discard(self, sender: str) -> None:
+    def discard(self, sender: str, lease: Lease = NOBODY) -> None:
         """Drops what is staged.
 
         Raises:
           Busy: a push is under way.
+          Fatal: another trainer holds the engine.
         """
         with self._hold(f"a discard by {sender}"):
+            self._leases.claim(lease)
             self._staged = None
             self._engine.discard()
 
@@ -162,13 +176,14 @@ class PushDesk:
             return Staged.ALREADY_STAGED
         return None
 
-    def _must_grow(self, version: int, status: EngineStatus) -> None:
-        if version > status.version:
+    def _must_grow(self, version: int, status: EngineStatus, lease: Lease) -> None:
+        """Versions of a trainer only grow. One that has just come may go back: it was resumed, or is another run."""
+        if version > status.version or lease != self._live_lease:
             return
         known = self._live.digest if self._live and self._live.version == status.version else "unknown"
         raise Fatal(
             f"push of version {version}: expected a version above {status.version} (live, digest {known}), or that "
-            "very push again; versions only grow, restart the engine to go back"
+            "very push again; versions of a trainer only grow"
         )
 
     @contextlib.contextmanager

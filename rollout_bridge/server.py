@@ -22,6 +22,7 @@ from rollout_bridge import codec
 from rollout_bridge.checks import check_request
 from rollout_bridge.engine import Engine
 from rollout_bridge.errors import BridgeError, Busy, Retryable
+from rollout_bridge.lease import LEASE_KEY, NOBODY, Lease, LeaseBook
 from rollout_bridge.messages import EngineStatus, Serving
 from rollout_bridge.proto import rollout_pb2_grpc
 from rollout_bridge.push import PushDesk
@@ -51,6 +52,7 @@ class ServerOptions:
       max_samples: Sample calls at once, one thread each; one more is told to come again.
       max_watchers: Status calls at once, one thread each.
       poll_seconds: how often the engine's state is looked at.
+      lease_seconds: of silence after which a trainer has lost the engine to whoever comes.
     """
 
     security: Security = dataclasses.field(default_factory=Security)
@@ -58,6 +60,7 @@ class ServerOptions:
     max_samples: int = 256
     max_watchers: int = 64
     poll_seconds: float = 0.1
+    lease_seconds: float = 30.0
 
 
 class Server:
@@ -155,7 +158,8 @@ class _Servicer(rollout_pb2_grpc.RolloutBridgeServicer):
     def __init__(self, engine: Engine, options: ServerOptions) -> None:
         self._engine = engine
         self._options = options
-        self._desk = PushDesk(engine)
+        self._leases = LeaseBook(options.lease_seconds)
+        self._desk = PushDesk(engine, self._leases)
         self._samples = threading.Semaphore(options.max_samples)
         self._watchers = threading.Semaphore(options.max_watchers)
         self._stopping = threading.Event()
@@ -193,19 +197,19 @@ class _Servicer(rollout_pb2_grpc.RolloutBridgeServicer):
 
     def StageWeights(self, request_iterator: Iterator[Any], context: grpc.ServicerContext) -> Any:
         with self._answer(context):
-            report = self._desk.stage(map(codec.decode_part, request_iterator), _sender(context))
+            report = self._desk.stage(map(codec.decode_part, request_iterator), _sender(context), _lease(context))
             return codec.encode_stage_report(report)
 
     def CommitWeights(self, request: Any, context: grpc.ServicerContext) -> Any:
         with self._answer(context):
             version, digest, probe, in_flight = codec.decode_commit(request)
-            report = self._desk.commit((version, digest), probe, in_flight, _sender(context))
+            report = self._desk.commit((version, digest), probe, in_flight, _sender(context), _lease(context))
             self._refresh_health()
             return codec.encode_commit_reply(report, self._engine.engine_id)
 
     def DiscardStaged(self, request: Any, context: grpc.ServicerContext) -> Any:
         with self._answer(context):
-            self._desk.discard(_sender(context))
+            self._desk.discard(_sender(context), _lease(context))
             return codec.Discarded()
 
     def Pause(self, request: Any, context: grpc.ServicerContext) -> Any:
@@ -231,6 +235,7 @@ class _Servicer(rollout_pb2_grpc.RolloutBridgeServicer):
             while time.monotonic() - began < request.follow_seconds and context.is_active():
                 if self._stopping.wait(self._options.poll_seconds):
                     raise Retryable("status: the server is shutting down")
+                self._leases.renew(_lease(context))
                 before, status = status, self._desk.status()
                 if _facts(before) != _facts(status) or time.monotonic() - told >= request.heartbeat_seconds:
                     told = time.monotonic()
@@ -245,6 +250,7 @@ class _Servicer(rollout_pb2_grpc.RolloutBridgeServicer):
                 raise ValueError(
                     "call: expected a deadline, got none; set one, so that the engine is not held for ever"
                 )
+            self._leases.renew(_lease(context))
             yield
         except Exception as error:
             code, kind = status_of(error)
@@ -302,6 +308,12 @@ def _one_of(slots: threading.Semaphore, what: str) -> Iterator[None]:
         yield
     finally:
         slots.release()
+
+
+def _lease(context: grpc.ServicerContext) -> Lease:
+    """In whose name a call comes."""
+    given = [str(value) for key, value in context.invocation_metadata() if key == LEASE_KEY]
+    return Lease.from_metadata(given[0]) if given else NOBODY
 
 
 def _sender(context: grpc.ServicerContext) -> str:

@@ -4,12 +4,15 @@ import contextlib
 import dataclasses
 import os
 import signal
+import socket
 import sys
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from rollout_bridge import ClientOptions, ClientTls, Fatal, Fleet, FleetOptions, Security, serve
+from rollout_bridge import ClientOptions, ClientTls, Fatal, Fleet, FleetOptions, Lease, Retryable, Security, serve
+from rollout_bridge.discovery import resolve
 from train.config import RunConfig
 from train.engine_process import EngineProcessConfig, LocalEngineProcess
 from train.local_engine import LocalEngine, LocalEngineConfig
@@ -18,6 +21,7 @@ from train.setup import Problem, make_problem
 
 ENGINE_LOG = "engine.log"
 _READY_SECONDS = 180.0  # a local engine compiles before it answers
+_SILENT_SECONDS = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +43,7 @@ class Engines:
 
 @contextlib.contextmanager
 def attach_fleet(
-    config: RunConfig, problem: Problem, folder: Path, on_event: Callable[[str, str], None]
+    config: RunConfig, problem: Problem, folder: Path, on_event: Callable[[str, str], None], errand: str = "training"
 ) -> Iterator[Engines]:
     """Connects to the fleet, starting a local engine where the config says so.
 
@@ -48,6 +52,7 @@ def attach_fleet(
       problem: for the policy's architecture.
       folder: of the run; the local engine's log goes there.
       on_event: called with a kind and a text when an engine is lost, restarted, or published to again.
+      errand: what the fleet is for; while one process publishes to an engine, another run or errand is refused.
 
     Raises:
       ValueError: the local engine's port is in use.
@@ -55,17 +60,23 @@ def attach_fleet(
     """
     with contextlib.ExitStack() as stack:
         process = None
-        endpoints = config.rollout.endpoints
+        endpoints = resolve(config.rollout.endpoints)
         if config.rollout.engine == "local":
             process = stack.enter_context(_start_local(config, problem, folder))
             endpoints = (process.endpoint,)
         options = FleetOptions(
-            client=ClientOptions(chunk_bytes=config.rollout.chunk_bytes, security=_security(config.rollout)),
+            client=ClientOptions(
+                chunk_bytes=config.rollout.chunk_bytes,
+                security=_security(config.rollout),
+                lease=Lease(holder=f"{errand} of {socket.gethostname()}:{folder.resolve()}", start=uuid.uuid4().hex),
+            ),
             progress_seconds=_progress_seconds(config),
             on_lost=None if process is None else lambda _endpoint: _restart(process, on_event),
             on_event=on_event,
         )
         fleet = stack.enter_context(Fleet(endpoints, options=options))
+        if process is None:
+            _await(fleet, on_event)
         _check_model(fleet, problem, config)
         yield Engines(fleet=fleet, process=process)
 
@@ -136,6 +147,14 @@ def _restart(process: LocalEngineProcess, on_event: Callable[[str, str], None]) 
         process.restart(ended.splitlines()[0])
     except RuntimeError as error:
         raise Fatal(str(error)) from error
+
+
+def _await(fleet: Fleet, on_event: Callable[[str, str], None]) -> None:
+    """Says early where a remote fleet does not answer; it is waited for all the same."""
+    try:
+        fleet.wait_ready(_SILENT_SECONDS)
+    except Retryable as error:
+        on_event("waiting", f"{error}; is a bridge started there (rollout.endpoints), and reachable from this host?")
 
 
 def _check_model(fleet: Fleet, problem: Problem, config: RunConfig) -> None:

@@ -63,7 +63,7 @@ def _serve_checkpoint(config: RunConfig, problem: Problem, folder: Path) -> Iter
         start = restore(config, problem, folder, mesh, checkpoints)
     if start is None:
         raise ValueError(f"{folder}: expected a checkpoint, got none; let the run reach its first one")
-    with attach_fleet(config, problem, folder, on_event=lambda _kind, _text: None) as engines:
+    with attach_fleet(config, problem, folder, on_event=lambda _kind, _text: None, errand="evaluation") as engines:
         publisher = make_publisher(config, problem, start.graph, engines.fleet)
         publisher.start(start.cut.state, on_committed=lambda _version: None)
         publisher.finish()
@@ -80,7 +80,7 @@ def _serve_nothing(config: RunConfig, problem: Problem) -> Iterator[Engines]:
         )
     with (
         tempfile.TemporaryDirectory() as folder,
-        attach_fleet(config, problem, Path(folder), on_event=lambda _kind, _text: None) as engines,
+        attach_fleet(config, problem, Path(folder), on_event=lambda _kind, _text: None, errand="evaluation") as engines,
     ):
         yield engines
 

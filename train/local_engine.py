@@ -162,7 +162,7 @@ class LocalEngine:
 
         Raises:
           NotStaged: this version is neither staged nor live.
-          Fatal: it is older than the live one, or does not reproduce the probe.
+          Fatal: it does not reproduce the probe.
           Retryable: another call is waiting for running requests, or paused ones would never finish.
         """
         return self._ask_later(lambda worker, done: worker.commit(version, probe, in_flight, done))

@@ -152,7 +152,7 @@ class LocalWorker:
 
         Raises:
           NotStaged: this version is neither staged nor live.
-          Fatal: it is older than the live one, or does not reproduce the probe; then it is dropped.
+          Fatal: it does not reproduce the probe; then it is dropped.
           Retryable: another call is waiting for running requests, or paused ones would never finish.
         """
         self._check_idle_free(f"commit of version {version}", in_flight)
@@ -169,11 +169,6 @@ class LocalWorker:
             self._staged = staged
             raise NotStaged(
                 f"commit of version {version}: expected it to be staged, got {got} (engine {self._engine_id})"
-            )
-        if version <= self._version:
-            raise Fatal(
-                f"commit of version {version}: expected a version above the live {self._version} (engine "
-                f"{self._engine_id}); versions only grow, restart the engine to go back"
             )
         report = self._verify(staged, probe)
 

@@ -222,8 +222,10 @@ class SglangEngine:
         self._flights.abort(request_ids)
 
     def close(self) -> None:
-        """Hangs up; the server goes on as it is, and what is staged goes with the bridge."""
+        """Hangs up; the server goes on as it is, what is staged is dropped. A second time it does nothing."""
         with self._changed:
+            if self._closing:
+                return
             self._closing = True
             self._changed.notify_all()
         self._flights.hang_up()

@@ -77,7 +77,7 @@ class Flights:
         request, member, instance = flight.request, flight.member, flight.instance
         where = f"completion {request.request_id}/{member} of {instance.engine_id}"
         try:
-            answer = read_answer(flight.answer.result(), where)
+            answer = read_answer(self._http.result(flight.answer), where)
         except Refused:
             if not flight.aborted:
                 raise

@@ -61,6 +61,18 @@ class SglangHttp:
         """
         return asyncio.run_coroutine_threadsafe(self._start(path, body, seconds), self._loop)
 
+    def result(self, started: "concurrent.futures.Future[bytes]") -> bytes:
+        """Waits for the answer of what was started.
+
+        Raises:
+          Retryable: no answer, or somebody hung up.
+          Refused: the server refuses.
+        """
+        try:
+            return started.result()
+        except concurrent.futures.CancelledError as error:
+            raise Retryable(f"SGLang at {self.url}: expected an answer, got a call that was given up") from error
+
     def close(self) -> None:
         """Hangs up on everything."""
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(10.0)

@@ -119,7 +119,7 @@ def _score(http: SglangHttp, tag: str, probe: Probe, seconds: float) -> np.ndarr
     concurrent.futures.wait(answers)
     logp = np.zeros(len(probe.tokens), np.float32)
     for end, tokens, answer in zip(ends, sequences, answers, strict=True):
-        meta = json.loads(answer.result())["meta_info"]
+        meta = json.loads(http.result(answer))["meta_info"]
         triples = meta["input_token_logprobs"]
         # The ids that come back are not compared: SGLang names the vocabulary's last one 0.
         if len(triples) != len(tokens) or meta["weight_version"] != tag:

@@ -658,3 +658,20 @@ def test_a_closed_fleet_leaves_no_thread(model, start):
     with Fleet([server.address]) as fleet:
         fleet.wait_ready(5.0)
     eventually(lambda: not [t for t in set(threading.enumerate()) - before if t.name.startswith("fleet")])
+
+
+def test_replicas_that_serve_different_weights_are_named(model, start, gather):
+    class Summing(FakeEngine):
+        checksum = "aa"
+
+        def commit(self, version, probe, in_flight):
+            return dataclasses.replace(super().commit(version, probe, in_flight), checksum=self.checksum)
+
+    one, other = Summing(model), Summing(model)
+    fleet = gather(start(one), start(other))
+    weights = fake_weights(model, 1)
+    assert fleet.publish(weights, fake_probe(weights, model), InFlight.FINISH).version == 1
+    other.checksum = "bb"
+    weights = fake_weights(model, 2)
+    with pytest.raises(Fatal, match="expected the same checksum of the served weights everywhere"):
+        fleet.publish(weights, fake_probe(weights, model), InFlight.FINISH)

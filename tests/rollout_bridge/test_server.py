@@ -33,6 +33,7 @@ from rollout_bridge import (
 )
 from rollout_bridge.engines.fake import FakeEngine, Fault
 from rollout_bridge.engines.fake_model import fake_model, fake_probe, fake_weights
+from rollout_bridge.lease import LeaseBook
 from rollout_bridge.messages import Staged
 from rollout_bridge.proto import rollout_pb2, rollout_pb2_grpc
 from rollout_bridge.push import PushDesk
@@ -481,16 +482,16 @@ def test_a_sink_gets_tensors_in_manifest_order_then_one_end(model):
     messages = [weights.manifest, *weights.chunks(100)]
     whole, partial, full = Sink(), Sink(), Sink(fail_at=3)
     sinks = [whole]
-    PushDesk(Noting(model)).stage(iter(messages), "me")
+    PushDesk(Noting(model), LeaseBook(30.0)).stage(iter(messages), "me")
     assert whole.seen == [*weights.tensors, "finish"]
     sinks = [partial]
     with pytest.raises(Retryable):
-        PushDesk(Noting(model)).stage(iter(messages[:9]), "me")
+        PushDesk(Noting(model), LeaseBook(30.0)).stage(iter(messages[:9]), "me")
     assert partial.seen[-1] == "discard"
     assert "finish" not in partial.seen
     sinks = [full]
     with pytest.raises(OSError, match="No space left"):
-        PushDesk(Noting(model)).stage(iter(messages), "me")
+        PushDesk(Noting(model), LeaseBook(30.0)).stage(iter(messages), "me")
     assert full.seen[-1] == "discard"
 
 
@@ -553,7 +554,7 @@ def test_an_engine_whose_commit_breaks_is_out_of_service(model, start, connect):
 
 def test_what_an_engine_held_is_forgotten_when_it_restarts_behind_the_bridge(model):
     engine = FakeEngine(model)
-    desk, weights = PushDesk(engine), fake_weights(model, 4)
+    desk, weights = PushDesk(engine, LeaseBook(30.0)), fake_weights(model, 4)
     probe, parts = fake_probe(weights, model), [weights.manifest, *weights.chunks(1000)]
     desk.stage(iter(parts), "me")
     desk.commit((4, weights.manifest.digest), probe, InFlight.FINISH, "me")

@@ -69,7 +69,9 @@ def bridge(server, stage_folder):
 
 @pytest.fixture
 def fleet(bridge):
-    with Fleet([bridge[1]], options=FleetOptions(client=ClientOptions(attempts=1), publish_seconds=240.0)) as fleet:
+    # A killed server needs minutes to come back on a busy machine.
+    options = FleetOptions(client=ClientOptions(attempts=1), progress_seconds=400.0, publish_seconds=400.0)
+    with Fleet([bridge[1]], options=options) as fleet:
         fleet.wait_ready(30.0)
         yield fleet
 

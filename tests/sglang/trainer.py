@@ -3,6 +3,8 @@
 import functools
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -16,6 +18,7 @@ from train.setup import make_problem, probe_sequences
 from train.state import init_policy
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart_sglang.toml"
+SHORT, LONG = 32, 640  # fed tokens of a scored sequence
 TOLERANCE = 1e-3  # nats, of the probe; honest float32 is below 1e-6
 
 
@@ -27,6 +30,7 @@ class Trainer:
         self.problem = make_problem(config)
         self._mesh = one_device_mesh()
         self._seed = config.seed
+        self._score = None
 
     @functools.cache  # noqa: B019
     def params(self, seed: int):
@@ -59,11 +63,22 @@ class Trainer:
     def score(self, request: SampleRequest, completion: Completion, seed: int) -> tuple[np.ndarray, np.ndarray]:
         """Log-probs of the completion's tokens and routes of every fed token, as this policy computes them."""
         graph, params = self.params(seed)
-        policy = nnx.merge(graph, params)
-        whole = np.concatenate([request.prompt_tokens, completion.tokens])[None]
-        count = whole.shape[1] - 1
-        hidden_BTD, trace = policy(whole[:, :-1], np.ones((1, count), np.int32), np.arange(count, dtype=np.int32)[None])
-        temperature = request.sampling.temperature or 1.0
-        logp_BT, _ = token_logp(hidden_BTD, policy.head_DV, whole[:, 1:], temperature=temperature)
-        routes_TLK = np.asarray(trace.experts_LBTK)[:, 0].transpose(1, 0, 2)
-        return np.asarray(logp_BT[0, len(request.prompt_tokens) - 1 :]), routes_TLK
+        if self._score is None:
+            self._score = jax.jit(functools.partial(_score, graph))
+        whole = np.concatenate([request.prompt_tokens, completion.tokens])
+        count = len(whole) - 1
+        room = SHORT if count <= SHORT else LONG  # two shapes, two programs
+        token_BT = np.zeros((1, room + 1), np.int32)
+        token_BT[0, : count + 1] = whole
+        segment_BT = (np.arange(room) < count).astype(np.int32)[None]
+        logp_BT, experts_LBTK = self._score(params, token_BT, segment_BT, request.sampling.temperature or 1.0)
+        routes_TLK = np.asarray(experts_LBTK)[:, 0, :count].transpose(1, 0, 2)
+        return np.asarray(logp_BT)[0, len(request.prompt_tokens) - 1 : count], routes_TLK
+
+
+def _score(graph, params, token_BT, segment_BT, temperature):
+    policy = nnx.merge(graph, params)
+    position_BT = jnp.arange(segment_BT.shape[1], dtype=jnp.int32)[None]
+    hidden_BTD, trace = policy(token_BT[:, :-1], segment_BT, position_BT)
+    logp_BT, _ = token_logp(hidden_BTD, policy.head_DV, token_BT[:, 1:], temperature=temperature)
+    return logp_BT, trace.experts_LBTK

@@ -65,14 +65,9 @@ class SglangProcess:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait(30)
 
-    def ended(self, seconds: float) -> bool:
-        """Whether it ends by itself within the time."""
-        assert self._process is not None
-        try:
-            self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
+    def alive(self) -> bool:
+        """Whether it answers."""
+        return self._ready()
 
     def tail(self) -> str:
         """The end of its log."""

@@ -139,7 +139,7 @@ def test_a_push_goes_live_over_the_wire_and_bad_ones_do_not(engine):
         report, engine_id = client.commit(weights.manifest, probe, InFlight.FINISH)
         assert (report.mean_abs, engine_id) == (0, engine.engine_id)
         assert {int(one.version[-1]) for one in client.sample(ask("new"), client.model())} == {4}
-        with pytest.raises(Fatal, match=r"versions only grow"):
+        with pytest.raises(Fatal, match=r"versions of a trainer only grow"):
             client.stage(weights_of(2))
 
 

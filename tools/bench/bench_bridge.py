@@ -2,17 +2,19 @@
 
     python tools/bench/bench_bridge.py [--mebibytes 256] [--rounds 5]
 
-Two processes on loopback; the two streams take turns, so that a busy machine slows both alike. Prints one JSON line;
-every ratio is of medians.
+Two processes on loopback. The bare stream, a push that is kept in memory, and one that is written to shared memory as
+for SGLang take turns, so that a busy machine slows all alike. Prints one JSON line; every ratio is of medians.
 """
 
 import argparse
 import json
 import multiprocessing
 import statistics
+import tempfile
 import time
 from concurrent import futures
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import grpc
 import ml_dtypes
@@ -21,6 +23,7 @@ import numpy as np
 from rollout_bridge import Client, Completion, Finish, LogprobDefinition, Manifest, ModelInfo, Trace, codec, serve
 from rollout_bridge.checks import check_completion
 from rollout_bridge.engines.fake import FakeEngine
+from rollout_bridge.engines.sglang_files import Push, StageRoot
 from rollout_bridge.messages import SampleRequest, Sampling, TensorSpec
 from rollout_bridge.transport import CHUNK_BYTES, MAX_MESSAGE_BYTES, common_options
 from rollout_bridge.weights import Weights
@@ -85,6 +88,33 @@ class _Shelf:
         self._tensors.clear()
 
 
+class _Writing(FakeEngine):
+    """Stages a push as the SGLang engine does: as files in shared memory."""
+
+    def __init__(self, model: ModelInfo, root: StageRoot) -> None:
+        super().__init__(model)
+        self._root = root
+
+    def stage(self, manifest: Manifest) -> "_Writer":  # type: ignore[override]
+        """Begins a push."""
+        return _Writer(self._root.begin(manifest, {}))
+
+
+class _Writer:
+    def __init__(self, push: Push) -> None:
+        self._push = push
+
+    def put(self, name: str, array: np.ndarray) -> None:
+        self._push.put(array)
+
+    def finish(self) -> None:
+        self._push.finish()
+        self._push.remove()
+
+    def discard(self) -> None:
+        self._push.remove()
+
+
 def _serve(pipe: Connection, model: ModelInfo) -> None:
     """The receiving process: the bridge, and a bare stream that keeps its bytes as well."""
 
@@ -96,12 +126,14 @@ def _serve(pipe: Connection, model: ModelInfo) -> None:
     bare.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bare.Bytes", {"Send": handler}),))
     port = bare.add_insecure_port("127.0.0.1:0")
     bare.start()
-    with serve(_Keeping(model), "127.0.0.1:0") as server:
-        pipe.send((server.address, f"127.0.0.1:{port}"))
-        pipe.recv()
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        writing = _Writing(model, StageRoot(Path(folder), "bench"))
+        with serve(_Keeping(model), "127.0.0.1:0") as keeper, serve(writing, "127.0.0.1:0") as writer:
+            pipe.send((keeper.address, f"127.0.0.1:{port}", writer.address))
+            pipe.recv()
 
 
-def _push(addresses: tuple[str, str], model: ModelInfo, rounds: int) -> dict[str, float]:
+def _push(addresses: tuple[str, str, str], model: ModelInfo, rounds: int) -> dict[str, float]:
     rng = np.random.default_rng(0)
     tensors = {spec.name: rng.integers(0, 1 << 16, spec.shape, np.uint16) for spec in model.tensors}
     views = {name: array.view(ml_dtypes.bfloat16) for name, array in tensors.items()}
@@ -110,8 +142,12 @@ def _push(addresses: tuple[str, str], model: ModelInfo, rounds: int) -> dict[str
     size = weights.num_bytes
     digest = time.perf_counter() - began
     chunks = [bytes(chunk.data) for chunk in weights.chunks(CHUNK_BYTES)]
-    seconds: dict[str, list[float]] = {"bare": [], "push": []}
-    with Client(addresses[0]) as client, grpc.insecure_channel(addresses[1]) as channel:
+    seconds: dict[str, list[float]] = {"bare": [], "push": [], "written": [], "write": []}
+    with (
+        Client(addresses[0]) as client,
+        grpc.insecure_channel(addresses[1]) as channel,
+        Client(addresses[2]) as writer,
+    ):
         send = channel.stream_unary(_METHOD)
         for _ in range(rounds + 1):  # the first warms both up
             began = time.perf_counter()
@@ -121,7 +157,12 @@ def _push(addresses: tuple[str, str], model: ModelInfo, rounds: int) -> dict[str
             assert client.stage(weights).num_bytes == size
             seconds["push"].append(time.perf_counter() - began)
             client.discard()
-    bare, push = (statistics.median(seconds[name][1:]) for name in ("bare", "push"))
+            began = time.perf_counter()
+            report = writer.stage(weights)
+            seconds["written"].append(time.perf_counter() - began)
+            seconds["write"].append(report.seconds_write)
+            writer.discard()
+    bare, push, written, write = (statistics.median(seconds[name][1:]) for name in seconds)
     mebibytes = size / (1 << 20)
     return {
         "mebibytes": mebibytes,
@@ -129,6 +170,10 @@ def _push(addresses: tuple[str, str], model: ModelInfo, rounds: int) -> dict[str
         "push_mib_s": mebibytes / push,
         "push_ratio": bare / push,
         "push_ratio_with_digest": bare / (push + digest),
+        "written_mib_s": mebibytes / written,
+        "written_ratio": bare / written,
+        "written_ratio_with_digest": bare / (written + digest),
+        "write_share": write / written,
         "digest_mib_s": mebibytes / digest,
     }
 
