@@ -80,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         required=True, metavar="PART"
     )
     _clip_arguments(benches.add_parser("clip", help="value and gradient of every objective preset, against ppo"))
+    _async_arguments(benches.add_parser("async", help="bounded against synchronous, the engine at the trainer's pace"))
     return parser
 
 
@@ -101,6 +102,15 @@ def _clip_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.set_defaults(run=_bench_clip)
+
+
+def _async_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", type=Path, nargs="?", default=Path("configs/quickstart.toml"), help="TOML file")
+    parser.add_argument("--max-lag", type=int, default=1, metavar="N", help="of the bounded runs (default: 1)")
+    parser.add_argument("--steps", type=int, default=48, metavar="N", help="of every run (default: 48)")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of both kinds (default: 3)")
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    parser.set_defaults(run=_bench_async)
 
 
 def _config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -167,6 +177,15 @@ def _bench_clip(arguments: argparse.Namespace) -> None:
         threads=arguments.threads,
         devices=arguments.devices,
         train_step=arguments.train_step,
+    )
+    sys.stdout.write(report(measure(options), as_json=arguments.json) + "\n")
+
+
+def _bench_async(arguments: argparse.Namespace) -> None:
+    from train.bench_async import Options, measure, report
+
+    options = Options(
+        config=arguments.config, max_lag=arguments.max_lag, steps=arguments.steps, rounds=arguments.rounds
     )
     sys.stdout.write(report(measure(options), as_json=arguments.json) + "\n")
 
