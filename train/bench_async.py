@@ -52,12 +52,13 @@ class Result:
     """What was measured.
 
     Attributes:
-      trainer: seconds that the trainer alone takes for a step, its publication included.
+      trainer: seconds that the trainer alone takes for a step, its publication included, and the engine for a step's
+        prompts, by round.
       synchronous, bounded: mean seconds of a step, by round.
       max_lag: the greatest lag that a bounded run trained on.
     """
 
-    trainer: float
+    trainer: tuple[float, ...]
     synchronous: tuple[float, ...]
     bounded: tuple[float, ...]
     max_lag: int
@@ -77,17 +78,19 @@ def measure(options: Options) -> Result:
     with tempfile.TemporaryDirectory(prefix="bench-async-") as name:
         bench = _Bench(Path(name), options)
         alone = bench.run("pace", "schedule.lag=0", pace=0.0)
-        trainer = _mean(alone, "seconds/step") - _mean(alone, "seconds/collect")
-        pace = trainer / bench.config.batch.groups_per_step
-        synchronous, bounded, lags = [], [], []
+        trainers, synchronous, bounded, lags = [_trainer(alone)], [], [], []
         for number in range(options.rounds):
+            pace = trainers[-1] / bench.config.batch.groups_per_step
             rows = bench.run(f"synchronous-{number}", "schedule.lag=0", pace=pace)
             synchronous.append(_mean(rows, "seconds/step"))
+            trainers.append(_trainer(rows))  # on a machine that others use, the next round's pace is the latest one
             settings = ("schedule.mode=bounded", f"schedule.max_lag={options.max_lag}")
             rows = bench.run(f"bounded-{number}", *settings, pace=pace)
             bounded.append(_mean(rows, "seconds/step"))
             lags.append(max(row["lag/max"] for row in rows))
-    return Result(trainer=trainer, synchronous=tuple(synchronous), bounded=tuple(bounded), max_lag=int(max(lags)))
+    return Result(
+        trainer=tuple(trainers[:-1]), synchronous=tuple(synchronous), bounded=tuple(bounded), max_lag=int(max(lags))
+    )
 
 
 def report(result: Result, *, as_json: bool) -> str:
@@ -96,13 +99,11 @@ def report(result: Result, *, as_json: bool) -> str:
     if as_json:
         return json.dumps({**dataclasses.asdict(result), "gains": result.gains, "gain": gain})
     lines = [
-        f"trainer alone: {result.trainer:.3f} s a step; the engine is slowed to as long for a step's prompts",
-        "",
-        "| round | synchronous, s a step | bounded, s a step | throughput |",
-        "|---|---|---|---|",
+        "| round | trainer = engine, s a step | synchronous, s a step | bounded, s a step | throughput |",
+        "|---|---|---|---|---|",
     ]
-    rounds = zip(result.synchronous, result.bounded, result.gains, strict=True)
-    lines += [f"| {n} | {s:.3f} | {b:.3f} | {g:.2f} |" for n, (s, b, g) in enumerate(rounds, start=1)]
+    rounds = zip(result.trainer, result.synchronous, result.bounded, result.gains, strict=True)
+    lines += [f"| {n} | {t:.3f} | {s:.3f} | {b:.3f} | {g:.2f} |" for n, (t, s, b, g) in enumerate(rounds, start=1)]
     return "\n".join([*lines, "", f"median {gain:.2f} times the throughput, lag at most {result.max_lag}"])
 
 
@@ -152,6 +153,11 @@ class _Bench:
         )
         if done.returncode:
             raise ValueError(f"bench: expected {config.stem} to end well, got {done.stderr[-2000:]}")
+
+
+def _trainer(rows: Sequence[dict[str, Any]]) -> float:
+    """Seconds of a synchronous step without its samples."""
+    return _mean(rows, "seconds/step") - _mean(rows, "seconds/collect")
 
 
 def _mean(rows: Sequence[dict[str, Any]], name: str) -> float:
