@@ -92,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _clip_arguments(benches.add_parser("clip", help="value and gradient of every objective preset, against ppo"))
     _policy_arguments(benches.add_parser("policy", help="train, score and decode, against transformers"))
+    _async_arguments(benches.add_parser("async", help="bounded against synchronous, the engine at the trainer's pace"))
     return parser
 
 
@@ -178,6 +179,15 @@ def _policy_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--head", action="store_true", help="also log-probs at a vocabulary of 151,936 against logits")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.set_defaults(run=_bench_policy)
+
+
+def _async_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", type=Path, nargs="?", default=Path("configs/quickstart.toml"), help="TOML file")
+    parser.add_argument("--max-lag", type=int, default=1, metavar="N", help="of the bounded runs (default: 1)")
+    parser.add_argument("--steps", type=int, default=48, metavar="N", help="of every run (default: 48)")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of both kinds (default: 3)")
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    parser.set_defaults(run=_bench_async)
 
 
 def _config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -292,6 +302,15 @@ def _bench_policy(arguments: argparse.Namespace) -> None:
         threads=arguments.threads,
         remat=arguments.remat,
         head=arguments.head,
+    )
+    sys.stdout.write(report(measure(options), as_json=arguments.json) + "\n")
+
+
+def _bench_async(arguments: argparse.Namespace) -> None:
+    from train.bench_async import Options, measure, report
+
+    options = Options(
+        config=arguments.config, max_lag=arguments.max_lag, steps=arguments.steps, rounds=arguments.rounds
     )
     sys.stdout.write(report(measure(options), as_json=arguments.json) + "\n")
 

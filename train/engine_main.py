@@ -38,8 +38,13 @@ def _serve(request: dict[str, Any], answer: Any, parent: int, stopped: threading
     from rollout_bridge import serve
     from sat_jax.model import PolicyConfig
     from train.local_engine import LocalEngine, LocalEngineConfig
+    from train.paced_engine import PacedEngine
 
-    engine = LocalEngine(PolicyConfig(**request["policy"]), LocalEngineConfig(**request["engine"]))
+    engine: LocalEngine | PacedEngine = LocalEngine(
+        PolicyConfig(**request["policy"]), LocalEngineConfig(**request["engine"])
+    )
+    if request["seconds_per_request"]:
+        engine = PacedEngine(engine, request["seconds_per_request"])
     server = serve(engine, request["listen"])
     _tell(answer, {"port": server.port})
     while not stopped.wait(_LOOK_SECONDS) and engine.failure is None:

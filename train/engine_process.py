@@ -37,6 +37,7 @@ class EngineProcessConfig:
       environment: variables for the child beside this process's own, e.g. {"JAX_PLATFORMS": "cpu"}.
       start_seconds: within which it must listen (it compiles after that).
       max_restarts: in the whole run.
+      seconds_per_request: slows it down to a request in that time; 0 = as fast as it can (see `train.paced_engine`).
 
     Raises:
       ValueError: a figure is out of range.
@@ -50,6 +51,7 @@ class EngineProcessConfig:
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     start_seconds: float = 120.0
     max_restarts: int = 5
+    seconds_per_request: float = 0.0
 
     def __post_init__(self) -> None:
         if self.threads is not None and self.threads < 1:
@@ -169,6 +171,7 @@ class LocalEngineProcess:
             "engine": dataclasses.asdict(config.engine),
             "listen": self._listen,
             "environment": {**threads, **config.environment},
+            "seconds_per_request": config.seconds_per_request,
         }
         pipe = _pipe(process.stdin)
         try:

@@ -76,16 +76,16 @@ def open_flow(
     plan = config.plan
     with contextlib.ExitStack() as stack:
         if isinstance(plan, Schedule):
-            buffer = Buffer(max_lag=plan.max_lag, deadline=config.rollout.deadline, describe=describe)
-            buffer.restore(snapshot)
-            collector = Collector(samples, problem.data, problem.tokenizer, problem.verifier, buffer, problem.collect)
-            stack.enter_context(collector)
-            flow = BatchWise(plan, buffer, collector)
             if snapshot.ledger.out:
                 raise ValueError(
                     f"checkpoint: expected no prompt in flight at a window's edge, got {len(snapshot.ledger.out)}; it "
                     "is of a bounded run: resume it with schedule.mode = bounded"
                 )
+            buffer = Buffer(max_lag=plan.max_lag, deadline=config.rollout.deadline, describe=describe)
+            buffer.restore(snapshot)
+            collector = Collector(samples, problem.data, problem.tokenizer, problem.verifier, buffer, problem.collect)
+            stack.enter_context(collector)
+            flow = BatchWise(plan, buffer, collector)
         else:
             flow = _open_bounded(config, problem, samples, describe, plan)
             flow.buffer.restore(snapshot)

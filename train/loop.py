@@ -33,7 +33,7 @@ def train(config: RunConfig, folder: Path, options: Options | None = None) -> No
 def _step(r: Run, version: int) -> None:
     """One optimizer step: version s becomes s + 1."""
     if not r.minibatches:
-        with r.phase("collect"):
+        with r.report.phase("collect"):
             groups = r.take()
         with r.phase("assemble"):
             r.minibatches.extend(r.prepare(groups, version))

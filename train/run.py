@@ -115,7 +115,10 @@ class Run:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A named part of the loop: timed for the report, watched by the watchdog."""
+        """A part of the loop that has no deadline of its own: timed for the report, watched by the watchdog.
+
+        What waits for the fleet has deadlines that count from its last sign of life, and may take long.
+        """
         with self.report.phase(name), self.watchdog.doing(f"{name} at version {self.state.version}"):
             yield
 
@@ -134,7 +137,7 @@ class Run:
                 f"{objective.preset} compares the policy with itself before the batch's first step; with "
                 "batch.minibatches = 1 that ratio is always one: set it to 2 or more, or choose another preset",
             )
-        with self.phase("publish"):
+        with self.report.phase("publish"):
             # A run that was killed between its last step and its last evaluation has the latter still to make.
             if self.state.version < self.config.steps or not self._summarised():
                 self.publisher.start(self.state, self.committed)
@@ -167,7 +170,7 @@ class Run:
         """
         if not self.schedule.is_edge(version):
             return
-        with self.phase("collect"), self.preemption.waiting(self.flow.buffer.fail):
+        with self.report.phase("collect"), self.preemption.waiting(self.flow.buffer.fail):
             self.flow.settle(version)
         if self.schedule.due(version, self.config.checkpoint.every) or version == self.config.steps:
             self.save()
@@ -175,7 +178,7 @@ class Run:
         # An evaluation is of this very version; any other push may wait while the one before it is under way.
         if self._evaluates(version) or (self._owes_push and (not self.publisher.busy or self.flow.hurries(version))):
             self._owes_push = False
-            with self.phase("publish"):
+            with self.report.phase("publish"):
                 self.publisher.start(self.state, self.committed)
 
     def save(self) -> None:

@@ -253,8 +253,9 @@ class WatchdogConfig:
     """When a run that does not move is ended.
 
     Attributes:
-      seconds: that one named part of a step may take; then the run writes every thread's stack into its folder, and
-        ends when that part has not moved after as long again.
+      seconds: that one computation, save or copy of weights may take; then the run writes every thread's stack into
+        its folder, and ends when that part has not moved after as long again. Waits for the fleet have deadlines of
+        their own (`rollout.deadline`).
     """
 
     seconds: _Positive = 1800.0

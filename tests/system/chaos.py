@@ -8,29 +8,22 @@ import collections
 import contextlib
 import dataclasses
 import json
-import os
 import random
-import resource
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from tests.system.proxy import Proxy
+from tests.system.victims import ROOT, Engine, Trainer, model_of
 from train.checkpoint import read_ledger, read_meta
-from train.config import RunConfig, load, to_toml
+from train.config import load, to_toml
 from train.ledger import audit
 from train.ledger_log import read_entries
-from train.local_engine import LocalEngine, LocalEngineConfig
 from train.run_folder import EVENTS, METRICS, read_lines
-from train.setup import make_problem
 
-ROOT = Path(__file__).parents[2]
 SMALL = (
     "name=chaos",
     "policy.width=16",
@@ -82,107 +75,11 @@ class Record:
     facts: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
-class Engine:
-    """A fake engine in a process, behind a proxy; both keep their ports over a restart of the engine."""
-
-    def __init__(self, model: dict, seconds_per_token: float) -> None:
-        self._model = model
-        self._seconds_per_token = seconds_per_token
-        self._port = 0
-        self.process: subprocess.Popen | None = None
-        self.start()
-        self.proxy = Proxy(self._port)
-
-    def start(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.system.chaos_engine"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )
-        said = {
-            "model": self._model,
-            "listen": f"127.0.0.1:{self._port}",
-            "seconds_per_token": self._seconds_per_token,
-        }
-        self.tell(said)
-        assert self.process.stdout is not None
-        self._port = int(self.process.stdout.readline())
-
-    def tell(self, said: dict) -> None:
-        assert self.process is not None
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(json.dumps(said) + "\n")
-            self.process.stdin.flush()
-
-    def kill(self) -> None:
-        assert self.process is not None
-        self.process.send_signal(signal.SIGCONT)
-        self.process.kill()
-        self.process.communicate()
-
-    def restart(self) -> None:
-        self.kill()
-        self.start()
-
-
 def write_config(folder: Path, *overrides: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "chaos.toml"
     path.write_text(to_toml(load(ROOT / "configs" / "quickstart.toml", [*SMALL, *overrides])))
     return path
-
-
-def model_of(config: RunConfig) -> dict:
-    """What an engine of this run says that it holds."""
-    policy = make_problem(config).policy
-    engine = LocalEngine.__new__(LocalEngine)  # for its arithmetic alone: no thread, no device
-    engine._policy = dataclasses.replace(policy, dtype=config.rollout.dtype)
-    engine._config = LocalEngineConfig(
-        dtype=config.rollout.dtype, slots=config.rollout.slots, max_tokens=config.batch.row_length
-    )
-    return dataclasses.asdict(engine.model())
-
-
-class Trainer:
-    """The program in a process of its own, with its output in a file."""
-
-    def __init__(self, config: Path, runs: Path, cache: Path, *, jumping_clock: bool = False) -> None:
-        paths = [str(ROOT), *([str(Path(__file__).parent / "clock_jumps")] if jumping_clock else [])]
-        environment = {
-            **os.environ,
-            "XLA_FLAGS": "",  # several fake devices, as the tests' own process has, would be another machine
-            "PYTHONPATH": os.pathsep.join(paths),
-            "JAX_COMPILATION_CACHE_DIR": str(cache),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        }
-        self.output = runs / "output.txt"
-        with self.output.open("a") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "train.cli", "train", str(config), "--runs", str(runs), "--quiet"],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=environment,
-            )
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def fill_disk(self) -> None:
-        """No file of the process may grow beyond what it has: what a full disk looks like to it."""
-        with contextlib.suppress(ProcessLookupError):
-            resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, (1000, 1000))
-
-    def engines(self) -> list[int]:
-        """Process ids of the local engines that it started."""
-        found = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True)
-        rows = [line.split(None, 2) for line in found.stdout.splitlines()]
-        return [int(row[0]) for row in rows if int(row[1]) == self.process.pid and "engine_main" in row[2]]
 
 
 def version_of(folder: Path) -> int:
@@ -331,13 +228,14 @@ class _Siege:
 
 
 def check_bounded(folder: Path, record: Record) -> None:
-    """Nothing lost, nothing twice, nothing too old."""
+    """Nothing lost, nothing twice, nothing too old, nothing left behind."""
     rows = read_lines(folder / METRICS)
     assert [row["version"] for row in rows] == list(range(1, record.steps + 1))
     state = read_ledger(read_meta(folder / "checkpoints", record.steps))
     audit(read_entries(folder, record.steps), state)
     assert state.trained == record.steps * 4
     record.max_lag = int(max(row["lag/max"] for row in rows))
+    assert_no_remains(folder)
     bound = load(folder / "config.toml").schedule.max_lag
     assert record.max_lag <= bound
     assert all(int(lag) <= bound for row in rows for lag in row["lag/histogram"])
@@ -373,8 +271,14 @@ def batch_wise(folder: Path, cache: Path, *, seed: int, steps: int, kills: int) 
     assert [row["version"] for row in read_lines(run / METRICS)] == list(range(1, steps + 1))
     state = read_ledger(read_meta(run / "checkpoints", steps))
     audit(read_entries(run, steps), state)
-    assert not list((run / "checkpoints").glob("*tmp*")), "half checkpoints are left"
+    assert_no_remains(run)
     return record
+
+
+def assert_no_remains(folder: Path) -> None:
+    """No half checkpoint, no half-written file."""
+    remains = [*(folder / "checkpoints").glob("*tmp*"), *folder.rglob("*.partial*")]
+    assert not remains, f"remains of kills: {remains}"
 
 
 def _moments(chance: random.Random, steps: int, kills: int) -> list[tuple[str, int]]:

@@ -224,5 +224,7 @@ def test_the_best_ones_are_kept_beside_the_newest(tmp_path):
         for version in (4, 5, 6):
             save(checkpoints, version)
         assert checkpoints.latest() == 6
-        assert checkpoints.restore(make_state(seed=1), IDENTITY, 2).state.version == 2
+        best = checkpoints.restore(make_state(seed=1), IDENTITY, 2)
+        assert best is not None
+        assert best.state.version == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "6"]

@@ -25,6 +25,18 @@ def test_a_prompt_goes_from_drawn_to_trained():
     assert ledger.entry() == LedgerEntry()
 
 
+def test_a_finished_group_that_is_sampled_again_is_out_and_nowhere_else():
+    ledger = Ledger()
+    ledger.draw()
+    ledger.finish(0)
+    assert [ledger.reissue(0, TOO_OLD), ledger.reissue(0, LATE)] == [1, 2]
+    assert places(ledger) == (1, [0], [], 0, {})
+    ledger.check()
+    ledger.finish(0)
+    ledger.train([0])
+    assert ledger.state() == LedgerState(next_ticket=1, trained=1, reissued={TOO_OLD: 1, LATE: 1})
+
+
 @pytest.mark.parametrize(
     ("move", "message"),
     [

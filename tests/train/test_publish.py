@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from rollout_bridge import CommitReport, Fatal, ProbeReport
+from rollout_bridge import CommitReport, Fatal, InFlight, ProbeReport
 from rollout_bridge.messages import Staged, StageReport
 from sat_jax.mesh import one_device_mesh
 from sat_jax.model import PolicyConfig
@@ -39,6 +39,7 @@ class FakeFleet:
         self.hold = threading.Event()
         self.hold.set()
         self.error: Fatal | None = None
+        self.in_flight = None
 
     def stage(self, weights):
         self.hold.wait(30)
@@ -52,6 +53,7 @@ class FakeFleet:
 
     def commit(self, version, probe, in_flight):
         self.calls.append(("commit", version))
+        self.in_flight = in_flight
         if self.error is not None:
             raise self.error
         slow = ProbeReport(mean_abs=0.25, max_abs=0.5, seconds_held=4.0, seconds_load=2.0, seconds_verify=1.0)
@@ -150,3 +152,17 @@ def test_the_probe_is_what_the_policy_says_of_it(made):
 def test_a_short_probe_is_refused(made):
     with pytest.raises(ValueError, match="expected at least 256 tokens, got 255"):
         ProbeScorer(made[0], POLICY, [*SEQUENCES[:-1], SEQUENCES[-1][:-1]], 0.1)
+
+
+@pytest.mark.parametrize("policy", list(InFlight))
+def test_a_push_does_to_running_requests_what_the_schedule_says(made, policy):
+    graph, state = made
+    fleet = FakeFleet()
+    probe = ProbeScorer(graph, POLICY, SEQUENCES, tolerance=0.1)
+    publisher = Publisher(fleet, POLICY, probe, "float32", on_failed=[].append, in_flight=policy)
+    fleet.hold.clear()
+    publisher.start(TrainState(4, state.params, state.opt_state), [].append)
+    assert publisher.busy
+    fleet.hold.set()
+    publisher.finish()
+    assert (publisher.busy, fleet.in_flight) == (False, policy)

@@ -12,7 +12,7 @@ from train.staleness import BoundedSchedule
 from train.stream_buffer import StreamBuffer, StreamSettings, Ticket
 
 
-def make_buffer(*, max_lag=1, groups=2, steps=100, minibatches=1, deadline=5.0, served=0, **policies):
+def make_buffer(*, max_lag=1, groups=2, steps=100, minibatches=1, deadline=5.0, served: int | None = 0, **policies):
     schedule = BoundedSchedule(
         max_lag=max_lag, publish_every=minibatches, steps=steps, groups_per_step=groups, minibatches=minibatches
     )
@@ -225,7 +225,9 @@ def test_no_token_is_ever_older_than_allowed_and_no_prompt_is_trained_on_twice(m
     trained: list[int] = []
     for move, which in moves:
         if move == "sample" and (buffer._again or buffer._capacity()):
-            running[buffer.next_ticket().number] = served
+            ticket = buffer.next_ticket()
+            assert ticket is not None
+            running[ticket.number] = served
         elif move == "put" and running:
             ticket = sorted(running)[which % len(running)]
             rewards = [1.0, 1.0] if which == 7 else None
@@ -265,6 +267,7 @@ def test_many_samplers_and_a_trainer_lose_nothing():
     def sampler():
         while (ticket := buffer.next_ticket()) is not None:
             version = buffer.served
+            assert version is not None
             time.sleep(waits[ticket.number])
             if ticket.number % 7 == 3 and ticket.attempt == 0:
                 buffer.late(ticket.number)

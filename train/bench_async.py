@@ -1,0 +1,164 @@
+"""`sat-jax bench async`: what asynchrony gains, on one machine, with an engine slowed to the trainer's pace.
+
+Real runs of a config in processes of their own: a synchronous one with the engine at full speed says how long the
+trainer alone takes for a step; then, with an engine that takes as long for a step's prompts, synchronous and bounded
+runs take turns, so that a machine that is slow for a while is slow for both. Two is the most that overlap can give.
+"""
+
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from train.config import RunConfig, load, to_toml
+from train.engine_process import EngineProcessConfig, LocalEngineProcess
+from train.local_engine import LocalEngineConfig
+from train.run_folder import METRICS, read_lines
+from train.setup import make_problem
+
+_SKIPPED = 8  # steps at a run's beginning, in which programs compile and buffers fill
+_CACHE = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to measure.
+
+    Attributes:
+      config: of the run; its warm start, evaluations and checkpoints are left out.
+      max_lag: of the bounded runs, steps.
+      steps: of every run, the first few of which are not counted.
+      rounds: of a synchronous and a bounded run each.
+    """
+
+    config: Path
+    max_lag: int = 1
+    steps: int = 48
+    rounds: int = 3
+
+    def __post_init__(self) -> None:
+        if self.steps <= _SKIPPED or self.rounds < 1:
+            raise ValueError(f"bench: expected more than {_SKIPPED} steps and a round, got {self.steps}, {self.rounds}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+    """What was measured.
+
+    Attributes:
+      trainer: seconds that the trainer alone takes for a step, its publication included, and the engine for a step's
+        prompts, by round.
+      synchronous, bounded: mean seconds of a step, by round.
+      max_lag: the greatest lag that a bounded run trained on.
+    """
+
+    trainer: tuple[float, ...]
+    synchronous: tuple[float, ...]
+    bounded: tuple[float, ...]
+    max_lag: int
+
+    @property
+    def gains(self) -> tuple[float, ...]:
+        """Throughput of bounded over synchronous, by round."""
+        return tuple(s / b for s, b in zip(self.synchronous, self.bounded, strict=True))
+
+
+def measure(options: Options) -> Result:
+    """Runs everything; minutes.
+
+    Raises:
+      ValueError: the config cannot be used, or a run failed; with the end of its output.
+    """
+    with tempfile.TemporaryDirectory(prefix="bench-async-") as name:
+        bench = _Bench(Path(name), options)
+        alone = bench.run("pace", "schedule.lag=0", pace=0.0)
+        trainers, synchronous, bounded, lags = [_trainer(alone)], [], [], []
+        for number in range(options.rounds):
+            pace = trainers[-1] / bench.config.batch.groups_per_step
+            rows = bench.run(f"synchronous-{number}", "schedule.lag=0", pace=pace)
+            synchronous.append(_mean(rows, "seconds/step"))
+            trainers.append(_trainer(rows))  # on a machine that others use, the next round's pace is the latest one
+            settings = ("schedule.mode=bounded", f"schedule.max_lag={options.max_lag}")
+            rows = bench.run(f"bounded-{number}", *settings, pace=pace)
+            bounded.append(_mean(rows, "seconds/step"))
+            lags.append(max(row["lag/max"] for row in rows))
+    return Result(
+        trainer=tuple(trainers[:-1]), synchronous=tuple(synchronous), bounded=tuple(bounded), max_lag=int(max(lags))
+    )
+
+
+def report(result: Result, *, as_json: bool) -> str:
+    """For a program, or as a table."""
+    gain = statistics.median(result.gains)
+    if as_json:
+        return json.dumps({**dataclasses.asdict(result), "gains": result.gains, "gain": gain})
+    lines = [
+        "| round | trainer = engine, s a step | synchronous, s a step | bounded, s a step | throughput |",
+        "|---|---|---|---|---|",
+    ]
+    rounds = zip(result.trainer, result.synchronous, result.bounded, result.gains, strict=True)
+    lines += [f"| {n} | {t:.3f} | {s:.3f} | {b:.3f} | {g:.2f} |" for n, (t, s, b, g) in enumerate(rounds, start=1)]
+    return "\n".join([*lines, "", f"median {gain:.2f} times the throughput, lag at most {result.max_lag}"])
+
+
+class _Bench:
+    def __init__(self, folder: Path, options: Options) -> None:
+        self._folder = folder
+        self._options = options
+        self._settings = (
+            f"steps={options.steps}",
+            "warm_start.steps=0",
+            "eval.prompts=0",
+            "eval.every=0",
+            "checkpoint.every=0",
+            "rollout.engine=remote",
+        )
+        self.config = self._load("pace", "127.0.0.1:1")
+        self._cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "cache"), **_CACHE}
+
+    def run(self, name: str, *settings: str, pace: float) -> list[dict[str, Any]]:
+        """The counted steps of a run against an engine of its own, which takes `pace` seconds a request."""
+        config = self.config
+        engine = LocalEngineConfig(
+            dtype=config.rollout.dtype, slots=config.rollout.slots, max_tokens=config.batch.row_length
+        )
+        process = EngineProcessConfig(
+            policy=make_problem(config).policy,
+            engine=engine,
+            log=self._folder / f"{name}.log",
+            threads=1,
+            environment=self._cache,
+            seconds_per_request=pace,
+        )
+        with LocalEngineProcess(process) as served:
+            path = self._folder / f"{name}.toml"
+            path.write_text(to_toml(self._load(name, served.endpoint, *settings)))
+            self._train(path)
+        return read_lines(self._folder / name / METRICS)[_SKIPPED:]
+
+    def _load(self, name: str, endpoint: str, *settings: str) -> RunConfig:
+        endpoints = f'rollout.endpoints=["{endpoint}"]'
+        return load(self._options.config, [*self._settings, f"name={name}", endpoints, *settings])
+
+    def _train(self, config: Path) -> None:
+        command = [sys.executable, "-m", "train.cli", "train", str(config), "--runs", str(self._folder), "--quiet"]
+        done = subprocess.run(
+            command, env={**os.environ, **self._cache}, capture_output=True, text=True, check=False, timeout=3600
+        )
+        if done.returncode:
+            raise ValueError(f"bench: expected {config.stem} to end well, got {done.stderr[-2000:]}")
+
+
+def _trainer(rows: Sequence[dict[str, Any]]) -> float:
+    """Seconds of a synchronous step without its samples."""
+    return _mean(rows, "seconds/step") - _mean(rows, "seconds/collect")
+
+
+def _mean(rows: Sequence[dict[str, Any]], name: str) -> float:
+    return statistics.fmean(row.get(name, 0.0) for row in rows)

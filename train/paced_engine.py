@@ -1,0 +1,95 @@
+"""An engine slowed down on purpose, for measuring what asynchrony gains: so many requests a second and no more."""
+
+import threading
+import time
+from collections.abc import Iterator
+
+from rollout_bridge.messages import (
+    Completion,
+    EngineStatus,
+    InFlight,
+    Manifest,
+    ModelInfo,
+    Probe,
+    ProbeReport,
+    SampleRequest,
+)
+from train.local_engine import LocalEngine, LocalStageSink
+
+
+class PacedEngine:
+    """Implements `rollout_bridge.Engine` over a local engine.
+
+    One request after the other takes `seconds`, like a device that is busy: asking for more at once is not faster. The
+    inner engine samples ahead of that pace, so that its own speed does not show.
+    """
+
+    def __init__(self, inner: LocalEngine, seconds: float) -> None:
+        """Takes the engine over.
+
+        Args:
+          inner: samples; must be faster than the pace.
+          seconds: of every request.
+        """
+        self._inner = inner
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+
+    @property
+    def engine_id(self) -> str:
+        """The inner engine's."""
+        return self._inner.engine_id
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The inner engine's."""
+        return self._inner.failure
+
+    def model(self) -> ModelInfo:
+        """The inner engine's."""
+        return self._inner.model()
+
+    def status(self) -> EngineStatus:
+        """The inner engine's."""
+        return self._inner.status()
+
+    def sample(self, request: SampleRequest, cancelled: threading.Event) -> Iterator[Completion]:
+        """The inner engine's completions, not before the request's turn is over."""
+        completions = list(self._inner.sample(request, cancelled))
+        cancelled.wait(self._turn() - time.monotonic())
+        yield from completions
+
+    def stage(self, manifest: Manifest) -> LocalStageSink:
+        """The inner engine's."""
+        return self._inner.stage(manifest)
+
+    def commit(self, version: int, probe: Probe, in_flight: InFlight) -> ProbeReport:
+        """The inner engine's."""
+        return self._inner.commit(version, probe, in_flight)
+
+    def discard(self) -> None:
+        """The inner engine's."""
+        self._inner.discard()
+
+    def pause(self, in_flight: InFlight) -> None:
+        """The inner engine's."""
+        self._inner.pause(in_flight)
+
+    def resume(self) -> None:
+        """The inner engine's."""
+        self._inner.resume()
+
+    def abort(self, request_ids: tuple[str, ...] | None) -> None:
+        """The inner engine's."""
+        self._inner.abort(request_ids)
+
+    def close(self) -> None:
+        """The inner engine's."""
+        self._inner.close()
+
+    def _turn(self) -> float:
+        """When this request is done, if those before it take their time."""
+        with self._lock:
+            self._free_at = max(self._free_at, time.monotonic()) + self._seconds
+            return self._free_at
