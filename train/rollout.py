@@ -11,7 +11,7 @@ import importlib
 import inspect
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -209,7 +209,7 @@ class CodeRollouts:
         self._find = find
         self._workers = workers
 
-    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Trajectory]:
+    def sample(self, requests: Sequence[SampleRequest]) -> Generator[Trajectory, None, None]:
         """Yields the trajectory of every (request, member), as they finish.
 
         Raises:

@@ -1,4 +1,4 @@
-"""The verbs around a run, on a run: doctor before it and on its checkpoint, eval after it, trajectories by code in it."""
+"""The verbs around a run: doctor before it and on its checkpoint, eval after it; trajectories by code in it."""
 
 import json
 import os

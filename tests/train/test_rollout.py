@@ -95,6 +95,7 @@ def test_what_was_sampled_goes_into_the_next_call_as_it_was():
 def test_routes_are_stitched_by_position(first_row):
     fleet = Scripted("1+2?", "3$", first_rows=(0, first_row))
     trajectory = made(fleet)
+    assert trajectory.trace is not None
     # Fed: prompt 4, tokens 8, less the last one. The first call routed 4 + 4 - 1 of these, the second the rest.
     assert trajectory.trace.experts_TLK.shape[0] == 4 + 8 - 1
     first = make_trace(4, 4, version=0, seed=0).experts_TLK

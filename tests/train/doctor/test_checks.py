@@ -313,9 +313,9 @@ def test_what_was_found_is_shown_with_what_to_do():
     found = [ok("a: b", "fine [x]"), warn("c: d", "odd", "look"), fail("e: f", "broken", "repair it")]
     assert healthy(found[:2])
     assert not healthy(found)
-    console = Console(file=io.StringIO(), width=100)
-    show(found, 3.0, console)
-    text = console.file.getvalue()
+    written = io.StringIO()
+    show(found, 3.0, Console(file=written, width=100))
+    text = written.getvalue()
     assert "fine [x]" in text
     assert "-> repair it" in text
     assert "not ready to run: 1 ok, 1 to look at, 1 failed (3 s)" in text
