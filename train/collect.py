@@ -81,13 +81,20 @@ class _Job:
 
 
 @dataclasses.dataclass(slots=True)
-class _Open:
-    """A prompt that is being sampled, and what has come of it."""
+class OpenPrompt:
+    """A prompt that is being sampled, and what has come of it, by member."""
 
     prompt: Prompt
     completions: dict[int, Completion]
-    attempts: dict[int, Attempt]
-    rewards: dict[int, concurrent.futures.Future[float | Unverified]]
+    rewards: dict[int, float | Unverified]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Scored:
+    """A completion that is being scored."""
+
+    attempt: Attempt
+    reward: "concurrent.futures.Future[float | Unverified]"
 
 
 class Collector:
@@ -116,6 +123,7 @@ class Collector:
         self._scorers = concurrent.futures.ThreadPoolExecutor(settings.scorers, thread_name_prefix="score")
         self._finisher = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="finish")
         self._finishing: list[concurrent.futures.Future[None]] = []
+        self._scoring: dict[str, list[_Scored]] = {}
         self._thread = threading.Thread(target=self._run, name="collect", daemon=True)
         self._thread.start()
 
@@ -185,12 +193,12 @@ class Collector:
         self._finishing.clear()
 
     def _collect(self, job: _Job) -> None:
-        pending: dict[str, tuple[int, _Open]] = {}
+        pending: dict[str, tuple[int, OpenPrompt]] = {}
         requests = []
         for ticket in job.tickets:
             prompt = self._data[ticket]
             request_id = f"t{ticket}"
-            pending[request_id] = (ticket, _Open(prompt, {}, {}, {}))
+            pending[request_id] = (ticket, OpenPrompt(prompt, {}, {}))
             requests.append(
                 SampleRequest(
                     request_id=request_id,
@@ -212,7 +220,7 @@ class Collector:
                 f"{len(opened.completions)} of {request_id} and {len(pending)} prompts unfinished when the fleet ended"
             )
 
-    def _receive(self, completion: Completion, version: int | None, pending: dict[str, tuple[int, _Open]]) -> None:
+    def _receive(self, completion: Completion, version: int | None, pending: dict[str, tuple[int, OpenPrompt]]) -> None:
         """Takes in one completion; the last of its group makes the group."""
         where = f"completion {completion.request_id}/{completion.member} of engine {completion.engine_id}"
         self._check(completion, version, where)
@@ -222,41 +230,51 @@ class Collector:
             raise ValueError(f"{where}: expected a wanted member, each once, got one that is not open")
         attempt = to_attempt(ticket, opened.prompt, completion, self._tokenizer)
         opened.completions[completion.member] = completion
-        opened.attempts[completion.member] = attempt
-        opened.rewards[completion.member] = self._scorers.submit(
-            score, self._verifier, attempt, self._settings.overlong
-        )
+        reward = self._scorers.submit(score, self._verifier, attempt, self._settings.overlong)
+        scored = self._scoring.setdefault(completion.request_id, [])
+        scored.append(_Scored(attempt, reward))
         if len(opened.completions) == size:
-            del pending[completion.request_id]
-            self._finishing.append(self._finisher.submit(self._finish, ticket, opened))
+            del pending[completion.request_id], self._scoring[completion.request_id]
+            self._finishing.append(self._finisher.submit(self._finish, ticket, opened, scored))
 
-    def _finish(self, ticket: int, opened: _Open) -> None:
+    def _finish(self, ticket: int, opened: OpenPrompt, scored: list[_Scored]) -> None:
         """Waits for the rewards of a whole group and hands it on, in the finisher's thread."""
         try:
-            rewards = {member: reward.result() for member, reward in opened.rewards.items()}
-            # Replaced as a whole, so that `samples` needs no lock.
-            self._newest = (*self._newest, *_lines(opened, rewards))[-self._settings.shown :]
-            self._buffer.put(_group(ticket, opened, rewards))
+            for each in scored:
+                opened.rewards[each.attempt.member] = each.reward.result()
+                # Replaced as a whole, so that `samples` needs no lock.
+                self._newest = show(self._newest, each.attempt, each.reward.result(), self._settings.shown)
+            self._buffer.put(group_of(ticket, opened))
         except BaseException as error:  # raised again by the buffer, in the thread that can stop the run
             if not self._closing.is_set():
                 self._buffer.fail(error)
 
     def _check(self, completion: Completion, version: int | None, where: str) -> None:
-        if completion.finish is Finish.ABORT or not len(completion.tokens):
-            raise ValueError(
-                f"{where}: expected a whole completion, got {len(completion.tokens)} tokens that ended by "
-                f"{completion.finish.value}"
-            )
-        stopped = int(completion.tokens[-1]) in self._settings.stop_ids
-        if stopped != (completion.finish is Finish.STOP):
-            raise ValueError(
-                f"{where}: expected to end by stop exactly when its last token is one of {self._settings.stop_ids}, "
-                f"got {completion.finish.value} after token {int(completion.tokens[-1])}; check prompt.stop"
-            )
+        check_completion(completion, self._settings.stop_ids)
         if version is not None and (completion.version != version).any():
             raise ValueError(
                 f"{where}: expected every token of version {version}, got {np.unique(completion.version).tolist()}"
             )
+
+
+def check_completion(completion: Completion, stop_ids: tuple[int, ...]) -> None:
+    """A completion that the fleet calls whole is.
+
+    Raises:
+      ValueError: it is empty or cut off, or its end is not what its last token says.
+    """
+    where = f"completion {completion.request_id}/{completion.member} of engine {completion.engine_id}"
+    if completion.finish is Finish.ABORT or not len(completion.tokens):
+        raise ValueError(
+            f"{where}: expected a whole completion, got {len(completion.tokens)} tokens that ended by "
+            f"{completion.finish.value}"
+        )
+    stopped = int(completion.tokens[-1]) in stop_ids
+    if stopped != (completion.finish is Finish.STOP):
+        raise ValueError(
+            f"{where}: expected to end by stop exactly when its last token is one of {stop_ids}, "
+            f"got {completion.finish.value} after token {int(completion.tokens[-1])}; check prompt.stop"
+        )
 
 
 def to_attempt(ticket: int, prompt: Prompt, completion: Completion, tokenizer: Tokenizer) -> Attempt:
@@ -282,23 +300,28 @@ def _last_turn(completion: Completion) -> np.ndarray:
     return completion.tokens[begin : len(completion.tokens) - (completion.finish is Finish.STOP)]
 
 
-def _lines(opened: _Open, rewards: dict[int, float | Unverified]) -> list[SampleLine]:
-    return [
-        SampleLine(prompt=attempt.prompt, completion=attempt.transcript, answer=attempt.answer, reward=reward)
-        for member, attempt in opened.attempts.items()
-        if not isinstance(reward := rewards[member], Unverified)
-    ]
+def show(
+    newest: tuple[SampleLine, ...], attempt: Attempt, reward: float | Unverified, most: int
+) -> tuple[SampleLine, ...]:
+    """The newest completions with one more, if it has a reward; at most `most`."""
+    if isinstance(reward, Unverified):
+        return newest
+    line = SampleLine(prompt=attempt.prompt, completion=attempt.transcript, answer=attempt.answer, reward=reward)
+    return (*newest, line)[-most:]
 
 
-def _group(ticket: int, opened: _Open, rewards: dict[int, float | Unverified]) -> Group:
+def group_of(ticket: int, opened: OpenPrompt) -> Group:
+    """The group of a prompt whose members are all there."""
     members = sorted(opened.completions)
-    trained = tuple(_trained(opened.completions[member], rewards[member]) for member in members)
+    rewards = [opened.rewards[member] for member in members]
+    completions = [opened.completions[member] for member in members]
+    trained = tuple(_trained(completion, reward) for completion, reward in zip(completions, rewards, strict=True))
     return Group(
         ticket=ticket,
         prompt_tokens=opened.prompt.tokens,
         answer=opened.prompt.answer,
-        completions=tuple(opened.completions[member] for member in members),
-        reward_M=np.array([0.0 if isinstance(rewards[m], Unverified) else rewards[m] for m in members], np.float32),
+        completions=tuple(completions),
+        reward_M=np.array([0.0 if isinstance(reward, Unverified) else reward for reward in rewards], np.float32),
         trained=() if all(mask.all() for mask in trained) else trained,
     )
 

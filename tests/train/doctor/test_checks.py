@@ -81,7 +81,8 @@ def test_many_copies_are_found():
 
 def test_an_evaluation_problem_that_is_trained_on_is_found():
     spelt = dataclasses.replace(PROMPTS[3], text=" 3+1=")
-    found = check_overlap(PROMPTS, [spelt])
+    trained = [dataclasses.replace(prompt, text=f"{prompt.text} ") for prompt in PROMPTS]
+    found = check_overlap(trained, [spelt])
     assert (found.status, found.found.startswith("1 of 1")) == (Status.FAIL, True)
 
 
