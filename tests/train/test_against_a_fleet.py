@@ -12,6 +12,7 @@ from sat_jax.mesh import MeshConfig, make_mesh
 from sat_jax.model import Policy
 from train.cli import main
 from train.config import load, to_toml
+from train.doctor import examine
 from train.local_engine import LocalEngine, LocalEngineConfig
 from train.setup import make_problem
 
@@ -31,8 +32,13 @@ SMALL = (
     "eval.prompts=12",
     "eval.samples=2",
     "warm_start.steps=0",
-    "mesh.data=8",  # the tests' own eight devices
 )
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch):
+    """One of the tests' eight devices, as on another host."""
+    monkeypatch.setattr(examine, "make_mesh", lambda config: make_mesh(config, jax.devices()[:1]))
 
 
 @pytest.fixture
