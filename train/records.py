@@ -10,8 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from array_record.python import array_record_module
-
 ARRAY_RECORD = ".arrayrecord"
 _BOM = b"\xef\xbb\xbf"
 _PARQUET_ROWS = 1024  # read together
@@ -139,7 +137,7 @@ def _parquet(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
 def _array_record(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
     number = 0
     try:
-        reader = array_record_module.ArrayRecordReader(str(path))
+        reader = _library(path).ArrayRecordReader(str(path))
         try:
             for number in range(reader.num_records()):
                 where = f"{path}:{number + 1}"
@@ -160,7 +158,7 @@ def _write_lines(path: Path, lines: Iterable[bytes]) -> int:
 
 
 def _write_array_record(path: Path, lines: Iterable[bytes]) -> int:
-    writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1")  # read back in any order
+    writer = _library(path).ArrayRecordWriter(str(path), "group_size:1")  # read back in any order
     count = 0
     try:
         for line in lines:
@@ -169,6 +167,15 @@ def _write_array_record(path: Path, lines: Iterable[bytes]) -> int:
     finally:
         writer.close()
     return count
+
+
+def _library(path: Path) -> Any:
+    try:
+        return importlib.import_module("array_record.python.array_record_module")
+    except ModuleNotFoundError as error:  # grain brings it where there is a build of it
+        raise ValueError(
+            f"{path}: expected array_record for ArrayRecord, got none; pip install array_record, or use JSON lines"
+        ) from error
 
 
 def _why_not(path: Path) -> str:

@@ -11,7 +11,7 @@ import importlib
 import inspect
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -77,9 +77,11 @@ class Conversation:
         return self._request.sampling.max_new_tokens - self._used
 
     @property
-    def stopped(self) -> bool:
-        """Whether the last sampled stretch ended by a stop token, and not for want of room."""
-        return bool(self._parts) and self._parts[-1].sampled.finish is Finish.STOP
+    def stopped_by(self) -> str:
+        """The token that ended the last sampled stretch, e.g. "<eos>"; empty if it ended for want of room."""
+        if not self._parts or self._parts[-1].sampled.finish is not Finish.STOP:
+            return ""
+        return self._tokenizer.decode(self._parts[-1].sampled.tokens[-1:])
 
     def sample(self, *, stop: Sequence[str] = (), max_tokens: int | None = None) -> str:
         """Lets the policy go on until a stop token, or until the room is used up.
@@ -209,7 +211,7 @@ class CodeRollouts:
         self._find = find
         self._workers = workers
 
-    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Trajectory]:
+    def sample(self, requests: Sequence[SampleRequest]) -> Generator[Trajectory, None, None]:
         """Yields the trajectory of every (request, member), as they finish.
 
         Raises:

@@ -99,7 +99,7 @@ def make_samples(config: RunConfig, problem: Problem, fleet: Samples) -> Samples
         return fleet
 
     def find(request_id: str) -> Prompt:
-        # The ids that the collectors ("t12", "t12-1" where asked for again) and the evaluation ("eval-greedy-3") give.
+        # The ids of the collectors ("t12", or "t12-1" when asked for anew) and of the evaluation ("eval-greedy-3").
         if request_id.startswith("t"):
             return problem.data[int(request_id[1:].partition("-")[0])]
         return problem.evaluation[int(request_id.rpartition("-")[2])]

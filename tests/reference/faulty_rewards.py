@@ -96,3 +96,12 @@ def returns_text(**_):
 
 def reads_input(**_):
     return float(len(sys.stdin.read()) == 0)
+
+
+def hangs_and_forks_now_and_then(completion, answer, **_):
+    if completion.endswith("7"):
+        while True:
+            time.sleep(1)
+    if completion.endswith("3") and os.fork() == 0:
+        time.sleep(60)
+    return float(completion == answer)

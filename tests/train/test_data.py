@@ -265,7 +265,7 @@ def test_an_answer_that_holds_the_stop_token_is_named_with_its_line():
             return np.array(built.encode(text).ids, np.int32)
 
         def token_id(self, token):
-            return built.token_to_id(token)
+            return {"<eos>": 0}[token]
 
     bad = [Example(prompt="a", answer="a <eos>", where="f.jsonl:3")]
     words = Encoding(tokenizer=Words("a"), prompt=PLAIN, max_new_tokens=4, row_length=48)

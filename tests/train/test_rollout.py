@@ -95,6 +95,7 @@ def test_what_was_sampled_goes_into_the_next_call_as_it_was():
 def test_routes_are_stitched_by_position(first_row):
     fleet = Scripted("1+2?", "3$", first_rows=(0, first_row))
     trajectory = made(fleet)
+    assert trajectory.trace is not None
     # Fed: prompt 4, tokens 8, less the last one. The first call routed 4 + 4 - 1 of these, the second the rest.
     assert trajectory.trace.experts_TLK.shape[0] == 4 + 8 - 1
     first = make_trace(4, 4, version=0, seed=0).experts_TLK
@@ -135,7 +136,8 @@ def test_a_trajectory_is_assembled_with_its_mask():
 
 def test_a_first_turn_that_ends_the_answer_is_a_trajectory_of_one_call():
     trajectory = made(Scripted("3$", "1$"))
-    assert TOKENIZER.decode(trajectory.tokens) == "3<eos>!;1<eos>"  # it asked nothing: the tool says so
+    assert (TOKENIZER.decode(trajectory.tokens), trajectory.turns, trajectory.finish) == ("3<eos>", 1, Finish.STOP)
+    assert TOKENIZER.decode(made(Scripted("3?", "1$")).tokens) == "3?!;1<eos>"  # it asked nothing: the tool says so
     single = made(Scripted("12345678+9?1"), lambda conversation: conversation.sample())
     assert (single.turns, single.finish, single.sampled.all()) == (1, Finish.LENGTH, True)
 
@@ -203,12 +205,8 @@ def test_a_function_that_fails_names_the_trajectory(function, said):
 
 def test_a_conversation_shows_the_problem_and_not_its_answer():
     conversation = Conversation(Scripted(), TOKENIZER, PROMPT, REQUEST)
-    assert (conversation.prompt, conversation.metadata, conversation.room, conversation.stopped) == (
-        "1+2=",
-        {"k": 1},
-        12,
-        False,
-    )
+    assert (conversation.prompt, conversation.metadata, conversation.room) == ("1+2=", {"k": 1}, 12)
+    assert conversation.stopped_by == ""
     assert not hasattr(conversation, "answer")
 
 
@@ -254,3 +252,15 @@ def test_a_function_that_hangs_neither_stops_the_others_nor_the_closing():
     arriving.close()
     assert all(thread.daemon for thread in threading.enumerate() if thread.name.startswith("fleet-sample"))
     gate.set()
+
+
+def test_a_function_is_told_what_ended_a_stretch():
+    seen = []
+
+    def looks(conversation):
+        for stop in (("?",), (), ()):
+            conversation.sample(stop=stop, max_tokens=2)
+            seen.append(conversation.stopped_by)
+
+    made(Scripted("1?", "3$", "12"), looks)
+    assert seen == ["?", "<eos>", ""]

@@ -3,8 +3,8 @@
     12+34=   12+34?   46;   46<eos>
     prompt   sampled  tool  sampled
 
-A turn that asks for nothing sensible gets "!;" from the tool. Train with `rollout.function =
-"train.tasks.calculator:rollout"` and a tokenizer of the characters `ALPHABET`.
+A turn that ends without "?" is the answer; one that asks for nothing sensible gets "!;" from the tool. Train with
+`rollout.function = "train.tasks.calculator:rollout"` and a tokenizer of the characters `ALPHABET`.
 """
 
 import re
@@ -38,7 +38,7 @@ def examples() -> list[Example]:
 def rollout(conversation: "Conversation") -> None:
     """One question to the calculator, then the answer."""
     question = conversation.sample(stop=(ASK,))
-    if conversation.stopped and conversation.insert(calculate(question)):
+    if conversation.stopped_by == ASK and conversation.insert(calculate(question)):
         conversation.sample()
 
 

@@ -2,8 +2,9 @@ r"""PrimeMath's rule, the reward that SAT was trained with: find the answer, the
 
 Stricter than a computer algebra system on purpose: an integer must be given as an integer, a fraction reduced.
 
-Source: PRIME (arXiv 2502.01456) as its released code states the rule; SAT (arXiv 2607.18722), appendix F. One choice
-of ours: powers above two digits and towers of powers are not evaluated at all, as there, but neither are factorials.
+Source: PRIME (arXiv 2502.01456) as its released code states the rule; SAT (arXiv 2607.18722), appendix F. Stricter than
+that code in three places: what has no digit fails, factorials and attributes are never evaluated, and the last,
+numeric comparison takes neither an integer for one that is near it nor 50 for 50 %.
 """
 
 import importlib

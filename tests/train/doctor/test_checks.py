@@ -81,7 +81,8 @@ def test_many_copies_are_found():
 
 def test_an_evaluation_problem_that_is_trained_on_is_found():
     spelt = dataclasses.replace(PROMPTS[3], text=" 3+1=")
-    found = check_overlap(PROMPTS, [spelt])
+    trained = [dataclasses.replace(prompt, text=f"{prompt.text} ") for prompt in PROMPTS]
+    found = check_overlap(trained, [spelt])
     assert (found.status, found.found.startswith("1 of 1")) == (Status.FAIL, True)
 
 
@@ -313,9 +314,9 @@ def test_what_was_found_is_shown_with_what_to_do():
     found = [ok("a: b", "fine [x]"), warn("c: d", "odd", "look"), fail("e: f", "broken", "repair it")]
     assert healthy(found[:2])
     assert not healthy(found)
-    console = Console(file=io.StringIO(), width=100)
-    show(found, 3.0, console)
-    text = console.file.getvalue()
+    written = io.StringIO()
+    show(found, 3.0, Console(file=written, width=100))
+    text = written.getvalue()
     assert "fine [x]" in text
     assert "-> repair it" in text
     assert "not ready to run: 1 ok, 1 to look at, 1 failed (3 s)" in text

@@ -24,7 +24,8 @@ from train.verify.dapo import dapo, dapo_boxed, extract, normalise
         (r"\boxed{7}", "7", 0.0),
         ("Answer:", "7", 0.0),
         ("", "7", 0.0),
-        ("Answer: 7" + "." * 300, "7", 0.0),  # beyond the last 300 characters
+        ("Answer: 7\n" + "." * 300, "7", 0.0),  # beyond the last 300 characters
+        ("Answer: 7\n" + "." * 289, "7", 1.0),
         ("." * 5000 + "\nAnswer: 7", "7", 1.0),
         ("Answer: 77", "7", 0.0),
     ],

@@ -1,3 +1,5 @@
+import subprocess
+import sys
 import threading
 import time
 
@@ -139,3 +141,8 @@ def test_a_closed_pool_answers_no_more(pool):
     asked.close()
     with pytest.raises(ValueError, match="expected a verifier that is open"):
         asked.ask(FIELDS, "t0/1")
+
+
+def test_a_process_knows_no_jax_and_so_starts_at_once():
+    code = "import sys, train.verify.worker, train.verify.dapo, train.verify.pool; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
