@@ -35,10 +35,7 @@ def test_the_newer_spelling_of_a_config_means_the_same():
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("model_type", "qwen3"),
         ("attention_bias", True),
-        ("mlp_only_layers", [0]),
-        ("decoder_sparse_step", 2),
         ("rope_scaling", {"type": "yarn"}),
         ("hidden_size", None),
     ],
@@ -49,3 +46,13 @@ def test_both_refuse_what_the_policy_cannot_compute(key, value):
         model_info(config, dtype="float32", max_tokens=1)
     with pytest.raises(ValueError, match=key):
         PolicyConfig.from_hf(config)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("model_type", "qwen3"), ("mlp_only_layers", [0]), ("decoder_sparse_step", 2)]
+)
+def test_dense_layers_are_for_the_local_engine_only(key, value):
+    config = PolicyConfig.tiny().to_hf() | {key: value}
+    with pytest.raises(ValueError, match=f"expected {key}.*only Qwen3-MoE with experts in every layer"):
+        model_info(config, dtype="float32", max_tokens=1)
+    assert PolicyConfig.from_hf(config).dense_layers
