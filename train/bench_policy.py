@@ -287,6 +287,7 @@ def _decode_task(
 def _batch(tokens: np.ndarray, config: PolicyConfig) -> TokenBatch:
     input_BT, target_BT = jnp.asarray(tokens, jnp.int32)
     zero_BT = jnp.zeros(input_BT.shape, jnp.float32)
+    rows, length = input_BT.shape
     return TokenBatch(
         input_BT=input_BT,
         target_BT=target_BT,
@@ -296,7 +297,7 @@ def _batch(tokens: np.ndarray, config: PolicyConfig) -> TokenBatch:
         behavior_logp_BT=zero_BT,
         advantage_BT=zero_BT,
         lag_BT=jnp.zeros_like(input_BT),
-        trace=free_trace(config.moe_layers, *tokens.shape[1:], config.experts_per_token, config.experts),
+        trace=free_trace(config.moe_layers, rows, length, config.experts_per_token, config.experts),
     )
 
 

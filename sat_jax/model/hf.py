@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from sat_jax.model.config import PolicyConfig
 from sat_jax.model.hf_files import WeightFolder, write_folder
@@ -303,7 +303,9 @@ def _grow(
     if len(pieces) == 1:
         return [jax.device_put(read_piece(own), device) for device in devices]
     size = tuple(len(axis) for axis in own)
-    grown = [jnp.zeros(size, dtype, device=device) for device in devices]
+    # `jnp.zeros` for another device than the first makes them there and copies: twice the shard.
+    empty = functools.partial(jnp.zeros, size, dtype)
+    grown = [jax.jit(empty, out_shardings=SingleDeviceSharding(device))() for device in devices]
     for piece in pieces:
         host = read_piece(piece)
         start = tuple(np.int32(part.start - axis.start) for part, axis in zip(piece, own, strict=True))

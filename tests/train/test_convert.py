@@ -1,5 +1,7 @@
 import dataclasses
 import json
+import re
+import shutil
 from pathlib import Path
 
 import ml_dtypes
@@ -118,6 +120,25 @@ def test_a_missing_version_or_checkpoint_is_named(run, tmp_path):
     with pytest.raises(ValueError, match=r"checkpoint 3: expected a whole one, got FileNotFoundError"):
         convert(tmp_path / "empty", tmp_path / "there", Options())
     assert not (tmp_path / "there").exists()
+
+
+def test_a_damaged_checkpoint_is_refused(run, tmp_path):
+    damaged = tmp_path / "run"
+    shutil.copytree(run, damaged)
+    path = damaged / "checkpoints" / "2" / "meta" / "metadata"
+    meta = json.loads(path.read_text())
+    name = "['params']['layers']['up_EDF'].value"
+    digest = meta["arrays"][name]
+    path.write_text(path.read_text().replace(digest, digest[::-1]))
+    expected = (
+        rf"checkpoint 2: expected {re.escape(name)} of digest {digest[::-1]}, got {digest} .*convert another version"
+    )
+    with pytest.raises(ValueError, match=expected):
+        convert(damaged, tmp_path / "there", Options())
+    assert not (tmp_path / "there").exists()
+    shutil.rmtree(damaged / "checkpoints" / "2" / "state" / "d")
+    with pytest.raises(ValueError, match=r"checkpoint 2: expected \['params'\]\['embedding_VD'\].value, got "):
+        convert(damaged, tmp_path / "there", Options())
 
 
 def test_a_checkpoint_of_another_policy_is_refused(run, tmp_path):
