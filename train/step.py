@@ -154,29 +154,36 @@ class Step:
         seen |= {"grad_norm": float(norm), "microbatches": float(len(batch))}
         return TrainState(state.version + ok, params, opt_state), StepReport(finite=ok, metrics=seen)
 
-    def lower(self, state: TrainState, micro: TokenBatch) -> dict[str, jax.stages.Lowered]:
-        """The programs of an update of several microbatches, lowered but not compiled.
+    def lower(self, state: TrainState, micro: TokenBatch, microbatches: int = 1) -> dict[str, jax.stages.Lowered]:
+        """The programs of one update, lowered but not compiled.
 
         Args:
           state: the state; shapes with shardings will do (`train.abstract`), and so will a mesh of mere topology.
           micro: one microbatch, likewise.
+          microbatches: how many the batch has.
 
         Returns:
-          By name: gradient (of the first microbatch, or the only one), accumulate (of the others), apply.
+          By name: gradient (of the first or only microbatch) and apply; with several, accumulate (gradients of the
+          others) too, and mismatch where the objective measures the batch first.
         """
-        score = jax.ShapeDtypeStruct(micro.target_BT.shape, jnp.float32, sharding=micro.target_BT.sharding)
-        scalar = jax.ShapeDtypeStruct((), jnp.float32)
-        measured = Measured(mismatch_BT=score, threshold=scalar) if self._objective.needs_measure else None  # type: ignore[arg-type]
-        given: Any = _Given(
-            measured=measured,
-            denominator=scalar,  # type: ignore[arg-type]
-            ref_logp_BT=score if self._objective.kl_coef > 0 else None,  # type: ignore[arg-type]
+        objective, several = self._objective, microbatches > 1
+        logp: Any = jax.ShapeDtypeStruct(micro.target_BT.shape, jnp.float32, sharding=micro.target_BT.sharding)
+        scalar: Any = jax.ShapeDtypeStruct((), jnp.float32)
+        given = _Given(
+            measured=Measured(mismatch_BT=logp, threshold=scalar) if several and objective.needs_measure else None,
+            denominator=scalar if several else None,
+            ref_logp_BT=logp if objective.needs_reference else None,
+            prox_logp_BT=logp if objective.needs_proximal else None,
         )
-        return {
-            "gradient": self._grad_jit.lower(state.params, None, micro, _Given()),
-            "accumulate": self._grad_jit.lower(state.params, state.params, micro, given),
+        programs = {
+            "gradient": self._grad_jit.lower(state.params, None, micro, given),
             "apply": self._apply_jit.lower(state.params, state.opt_state, state.params, scalar),
         }
+        if several:
+            programs["accumulate"] = self._grad_jit.lower(state.params, state.params, micro, given)
+            if objective.needs_measure:
+                programs["mismatch"] = self._mismatch_jit.lower(state.params, micro)
+        return programs
 
     def _score(self, params: nnx.State, micro: TokenBatch) -> PolicyOutput:
         with jax.named_scope("score"):

@@ -36,7 +36,7 @@ def lowered(topology: str, axes: dict[str, int], config: PolicyConfig, rows: int
     optimizer = OptimConfig(peak_lr=1e-6).transformation()
     graph, state = abstract_state(config, optimizer, mesh)
     step = Step(graph, optimizer, ObjectiveConfig.preset("sat_grpo"), 1.0, state)
-    return step.lower(state, abstract_batch(config, rows, length, mesh)), state
+    return step.lower(state, abstract_batch(config, rows, length, mesh), microbatches=2), state
 
 
 def reductions(program: Any) -> list[str]:

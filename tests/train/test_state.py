@@ -4,7 +4,7 @@ import pytest
 
 from sat_jax.mesh import MeshConfig, make_mesh
 from sat_jax.model import PolicyConfig
-from train.abstract import abstract_batch, abstract_state
+from train.abstract import abstract_state
 from train.state import OptimConfig
 
 CONFIG = PolicyConfig.tiny(width=32, experts=8)
@@ -37,11 +37,3 @@ def test_moments_have_the_shardings_of_their_parameters(name):
 def test_another_type_of_moments_is_refused():
     with pytest.raises(ValueError, match=r"optim\.mu_dtype: expected float32 or bfloat16, got int8"):
         OptimConfig(peak_lr=1.0, mu_dtype="int8")
-
-
-def test_an_abstract_batch_is_cut_as_a_placed_one():
-    batch = abstract_batch(CONFIG, 8, 16, MESH)
-    assert batch.input_BT.sharding.shard_shape((8, 16)) == (2, 16)
-    ids = batch.trace.experts_LBTK
-    assert (ids.shape, ids.dtype) == ((CONFIG.layers, 8, 16, CONFIG.experts_per_token), jnp.uint8)
-    assert ids.sharding.shard_shape(ids.shape) == (CONFIG.layers, 2, 16, CONFIG.experts_per_token)
