@@ -20,6 +20,8 @@ _HARMLESS = (
     "rollout.listen",
     "rollout.deadline",
     "rollout.chunk_bytes",
+    "rollout.tls_ca",
+    "rollout.token_file",
 )
 
 
