@@ -107,6 +107,7 @@ class Endpoint:
         self._closing = threading.Event()
         self._pause = _RECONNECT_SECONDS[0]
         self._watch: Stream[EngineStatus] | None = None
+        self._missed = True  # it was said that it does not answer; before its first answer nobody need be told
         self._left: Stream[EngineStatus] | None = None  # the watch that we ended ourselves, to look again
         self._thread = threading.Thread(target=self._live, name=f"fleet-{self.address}", daemon=True)
 
@@ -226,8 +227,8 @@ class Endpoint:
             follow_seconds=_FOLLOW_SECONDS, heartbeat_seconds=self._ties.heartbeat_seconds
         ) as self._watch:
             for status in self._watch:
-                self._pause = _RECONNECT_SECONDS[0]
                 self._observe(status)
+                self._pause = _RECONNECT_SECONDS[0]  # not before: a bridge may answer whose engine does not
 
     def _observe(self, status: EngineStatus) -> None:
         if not self._fits(status) and status.serving is not Serving.PAUSED:
@@ -246,10 +247,9 @@ class Endpoint:
             self._mark(State.BEHIND, "serves no verified version, and nothing was published")
 
     def _restore(self, published: Published, status: EngineStatus) -> EngineStatus:
-        version = published.version
-        self._ties.on_event("republish", f"{self.address}: version {status.version} -> {version}")
         self.client.stage(published.weights)
         self._commit(published, self.client.options.commit_seconds)
+        self._ties.on_event("republish", f"{self.address}: version {status.version} -> {published.version}")
         return self.client.status()
 
     def _commit(self, published: Published, seconds: float) -> ProbeReport:
@@ -306,9 +306,9 @@ class Endpoint:
             self._engine_id, self._confirmed, self._verified = engine_id, -1, set()
 
     def _lose(self, error: Retryable) -> None:
-        was_there = self.state is not State.LOST
         self._mark(State.LOST, str(error))
-        if was_there:
+        if not self._missed:  # once, until it serves again
+            self._missed = True
             self._ties.on_event("lost", f"{self.address}: {error}")
         if self._ties.on_lost is not None:
             self._ties.on_lost(self.address)
@@ -324,6 +324,7 @@ class Endpoint:
             came_back = state is State.READY and self.state is not State.READY
             self._set(state, reason)
         if came_back:
+            self._missed = False
             self._ties.on_event("ready", self.describe())
 
     def _set(self, state: State, reason: str) -> None:

@@ -23,6 +23,8 @@ _HARMLESS = (
     "rollout.chunk_bytes",
     "schedule.request_deadline",
     "watchdog.",
+    "rollout.tls_ca",
+    "rollout.token_file",
 )
 
 

@@ -92,6 +92,12 @@ WRONG = {
     "another member": ({"member": 1}, "t12/1: expected an answer to request 't12', members (0, 3)"),
     "NaN": ({"behavior_logp": np.array([-1, np.nan, -1], np.float32)}, "finite log-probs <= 0, got nan at token 1"),
     "inf": ({"behavior_logp": np.array([-np.inf, -1, -1], np.float32)}, "got -inf at token 0"),
+    "kept below all": (
+        {"truncated_logp": np.array([-0.6, 0.0, -3.0], np.float32)},
+        "expected a finite log-prob over the kept tokens",
+    ),
+    "kept is NaN": ({"truncated_logp": np.array([-0.1, np.nan, -1], np.float32)}, "over the kept tokens"),
+    "fewer kept": ({"truncated_logp": np.array([-0.1], np.float32)}, "over the kept tokens for each of 3"),
     "positive": ({"behavior_logp": np.array([-1, -1, 1e-6], np.float32)}, "token 2"),
     "fewer log-probs": ({"behavior_logp": np.array([-1, -1], np.float32)}, "got 3 tokens, 2 log-probs, 3 versions"),
     "fewer versions": ({"version": np.array([6, 6], np.int32)}, "got 3 tokens, 3 log-probs, 2 versions"),

@@ -92,6 +92,7 @@ def test_a_completion_comes_back(data):
         finish=data.draw(st.sampled_from(list(Finish))),
         engine_id="e",
         logprob=LogprobDefinition(temperature=data.draw(st.floats(0, 2)), after_truncation=data.draw(st.booleans())),
+        truncated_logp=rng.normal(size=count).astype(np.float32) if count and data.draw(st.booleans()) else None,
     )
     equal(codec.decode_completion(wire(codec.encode_completion(completion))), completion)
 
@@ -153,7 +154,7 @@ def test_the_other_records_come_back(model):
         equal(back, probe)
         assert codec.decode_in_flight(wire(codec.encode_pause(in_flight)).in_flight) is in_flight
     for staged in Staged:
-        report = StageReport(staged=staged, num_bytes=1 << 40, engine_id="e")
+        report = StageReport(staged=staged, num_bytes=1 << 40, engine_id="e", seconds_write=0.5)
         assert codec.decode_stage_report(wire(codec.encode_stage_report(report))) == report
     for serving in Serving:
         for staged_version in (None, 0, 4):
@@ -161,8 +162,12 @@ def test_the_other_records_come_back(model):
                 engine_id="e", serving=serving, version=-1, staged_version=staged_version, running=2, waiting=3
             )
             assert codec.decode_status(wire(codec.encode_status(status))) == status
-    reply = codec.encode_commit_reply(ProbeReport(mean_abs=0.25, max_abs=0.5), "e9")
-    assert codec.decode_commit_reply(wire(reply)) == (ProbeReport(mean_abs=0.25, max_abs=0.5), "e9")
+    reports = (
+        ProbeReport(mean_abs=0.25, max_abs=0.5),
+        ProbeReport(mean_abs=0.25, max_abs=0.5, checksum="aa", seconds_held=4.0, seconds_load=2.0, seconds_verify=1.0),
+    )
+    for report in reports:
+        assert codec.decode_commit_reply(wire(codec.encode_commit_reply(report, "e9"))) == (report, "e9")
     chunk = Chunk(tensor=3, offset=1 << 40, data=b"abc", checksum=(1 << 64) - 1)
     assert codec.decode_part(pb.StageRequest.FromString(codec.serialize_part(chunk))) == chunk
     for request_ids in (None, (), ("a", "b")):

@@ -356,6 +356,8 @@ def test_an_update_by_somebody_else_is_another_instance(both):
     server, engine = both
     publish(engine, 1)
     before = engine.engine_id
+    time.sleep(0.1)
+    assert (engine.engine_id, engine.status().version) == (before, 1)  # ours is known
     server.path = "/somewhere/else"  # the name of the weights stays as it was
     eventually(lambda: engine.engine_id != before or engine.status().version == -1)
 
@@ -529,3 +531,25 @@ def test_a_fleet_pushes_to_a_restarted_server_before_it_samples(both, start, sta
 def test_the_staging_folder_is_for_nobody_else(both, tmp_path):
     (root,) = tmp_path.glob("sat-jax-bridge-*")
     assert Path(root).stat().st_mode & 0o077 == 0
+
+
+def test_a_server_that_stays_away_is_told_once_and_asked_ever_more_rarely(both, start, stack):
+    server, engine = both
+    fleet = stack.enter_context(Fleet([start(engine).address], options=FleetOptions(heartbeat_seconds=0.05)))
+    fleet.wait_ready(5.0)
+    weights = fake_weights(MODEL, 4)
+    fleet.publish(weights, fake_probe(weights, MODEL), InFlight.RETRACT)
+    original, asked = server.model_info, []
+
+    def away(body):
+        asked.append(time.monotonic())
+        return 503
+
+    server.model_info = away
+    eventually(lambda: engine.status().version == -1)
+    time.sleep(2.0)
+    assert fleet.counts().get("republish", 0) == 0
+    assert fleet.counts()["lost"] == 1
+    server.model_info = original
+    eventually(lambda: engine.status().version == 4)
+    assert fleet.counts()["lost"] == 1

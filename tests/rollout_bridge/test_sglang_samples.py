@@ -11,7 +11,7 @@ from rollout_bridge.engines.sglang_samples import completion, payload, read_answ
 from tests.rollout_bridge.fake_sglang import MODEL
 
 
-def answer_of(tokens=(4, 9, 1), *, prompt=3, spans=None, finish="stop", routes="right", **meta):
+def answer_of(tokens=(4, 9, 1), *, prompt=3, spans=None, finish="stop", routes: str | None = "right", **meta):
     """An answer as the real server gave it, changed where a test says so."""
     rows = prompt + len(tokens) - 1
     ids = np.tile(np.array([[3, 0], [1, 2]], "<i4"), (rows, 1, 1))
@@ -58,6 +58,7 @@ def test_every_token_has_its_version_and_every_row_the_last(make_request):
     spans = [{"version": "t2", "start": 0, "end": 2}, {"version": "t5", "start": 2, "end": 3}]
     found = judged(answer_of(spans=spans, num_retractions=1), make_request(members=(0,)))
     assert found.version.tolist() == [2, 2, 5]
+    assert found.trace is not None
     assert found.trace.version_T.tolist() == [5] * 5
     assert found.trace.experts_TLK[0].tolist() == [[3, 0], [1, 2]]
     assert found.trace.experts_TLK.dtype == np.uint8
@@ -82,6 +83,7 @@ def test_an_aborted_answer_is_kept_unless_its_cache_was_being_rebuilt(make_reque
 
 def test_log_probs_over_kept_tokens_come_along(make_request):
     found = judged(answer_of(output_token_sampling_logprobs=[-0.1, -0.2, -0.3]), make_request(members=(0,)))
+    assert found.truncated_logp is not None
     np.testing.assert_allclose(found.truncated_logp, [-0.1, -0.2, -0.3], rtol=1e-6)
     assert not found.logprob.after_truncation
 

@@ -50,6 +50,16 @@ def test_rows_come_from_the_part_that_sampled_after_them(make_request):
     assert (whole.finish, whole.engine_id, whole.trace.first_row) == (Finish.STOP, "e3", 0)
 
 
+def test_log_probs_over_kept_tokens_are_joined_when_every_part_has_them(make_request):
+    request = make_request(prompt=(5, 6, 7), members=(0, 1))
+    one, two = part([10, 11], rows=4), part([12], rows=5, finish=Finish.LENGTH)
+    told = [dataclasses.replace(p, truncated_logp=p.behavior_logp / 2) for p in (one, two)]
+    joined = stitch(request, told).truncated_logp
+    assert joined is not None
+    assert joined.tolist() == [-0.5, -0.5, -0.5]
+    assert stitch(request, [one, told[1]]).truncated_logp is None
+
+
 def test_the_next_part_is_asked_for_from_the_last_token(make_request):
     request = make_request(prompt=(5, 6, 7), members=(0, 1))
     asked = continuation(request, 1, [part([10, 11], rows=4), part([12], rows=5)])

@@ -18,6 +18,9 @@ from train.config import load, to_toml
 ROOT = Path(__file__).parents[2]
 STEPS = 20
 GROUPS = 4  # of a step
+MOVED = (
+    0.5  # nats that the policy moves at most in three small steps; samples of the base weights would be 1 or more away
+)
 
 
 @pytest.fixture
@@ -48,7 +51,7 @@ def train(bridge_process, tmp_path):
         "rollout.probe_tolerance=0.001",
         "rollout.deadline=400",  # a killed server needs minutes to come back on a busy machine
         "reward=random",  # so small a policy is never right, and equal rewards teach nothing
-        "optim.peak_lr=0.01",
+        "optim.peak_lr=3e-4",
         "optim.warmup=0",
         f"steps={STEPS}",
         "schedule.lag=2",
@@ -110,7 +113,7 @@ def test_twenty_asynchronous_steps_with_replay(train):
         if "publish/version" in row:
             assert row["publish/probe_mean_abs"] < 1e-5
             assert row["publish/seconds_held"] >= row["publish/seconds_load"] > 0
-    assert max(row["mismatch/abs_mean"] for row in rows) > 1e-3  # the policy did move
+    assert 1e-3 < max(row["mismatch/abs_mean"] for row in rows) < MOVED  # the policy did move, but not far
 
 
 def test_the_run_goes_on_when_the_server_is_killed_and_comes_back(train, server):
@@ -127,5 +130,4 @@ def test_the_run_goes_on_when_the_server_is_killed_and_comes_back(train, server)
     assert_trained_once(rows)
     events = [json.loads(line)["kind"] for line in (folder / "events.jsonl").read_text().splitlines()]
     assert "republish" in events
-    # A sample of base weights would be nats away: the bound is the undisturbed run's order of magnitude.
-    assert max(row["mismatch/abs_mean"] for row in rows) < 1.0
+    assert max(row["mismatch/abs_mean"] for row in rows) < MOVED

@@ -11,7 +11,7 @@ import httpx2
 
 ROOT = Path(__file__).parents[2]
 SHIM = Path(__file__).with_name("shim")
-START_SECONDS = 240.0
+START_SECONDS = 400.0
 
 
 def python_of_sglang() -> Path:
