@@ -163,6 +163,6 @@ def test_bounded_mode_has_a_schedule_of_its_own():
     config = load(QUICKSTART, ["schedule.mode=bounded", "schedule.max_lag=3"])
     assert config.plan == BoundedSchedule(max_lag=3, publish_every=1, steps=280, groups_per_step=32)
     with pytest.raises(
-        ValueError, match=r"schedule\.max_lag: expected at least schedule\.publish_every - 1 = 5, got 3"
+        ValueError, match=r"max_lag: expected at least schedule\.publish_every - 1 = 5, got 3"
     ):
         load(QUICKSTART, ["schedule.mode=bounded", "schedule.max_lag=3", "schedule.publish_every=6"])
