@@ -162,7 +162,5 @@ def test_settings_are_checked_also_when_they_do_not_come_from_a_file():
 def test_bounded_mode_has_a_schedule_of_its_own():
     config = load(QUICKSTART, ["schedule.mode=bounded", "schedule.max_lag=3"])
     assert config.plan == BoundedSchedule(max_lag=3, publish_every=1, steps=280, groups_per_step=32)
-    with pytest.raises(
-        ValueError, match=r"max_lag: expected at least schedule\.publish_every - 1 = 5, got 3"
-    ):
+    with pytest.raises(ValueError, match=r"max_lag: expected at least schedule\.publish_every - 1 = 5, got 3"):
         load(QUICKSTART, ["schedule.mode=bounded", "schedule.max_lag=3", "schedule.publish_every=6"])
