@@ -109,9 +109,7 @@ def _async_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-lag", type=int, default=1, metavar="N", help="of the bounded runs (default: 1)")
     parser.add_argument("--steps", type=int, default=48, metavar="N", help="of every run (default: 48)")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of both kinds (default: 3)")
-    parser.add_argument(
-        "--stand-in", action="store_true", help="an engine of made-up tokens: its pace holds under load"
-    )
+    parser.add_argument("--stand-in", action="store_true", help="an engine of made-up tokens, which keeps its pace")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.set_defaults(run=_bench_async)
 
