@@ -56,7 +56,7 @@ BOUNDED = (
 # Faults that the run gets over by itself, and those that must stop it: a completion or a push that cannot be believed.
 MILD = ("DUPLICATE", "LOST", "DROP", "REFUSE", "HANG", "FAIL_STAGE")
 GRAVE = ("WRONG_VERSION", "NAN_LOGP", "POSITIVE_LOGP", "UNKNOWN_TOKEN", "WRONG_ROWS", "WRONG_TEMPERATURE")
-STALL_SECONDS = 240.0
+STALL_SECONDS = 600.0  # a start on a crowded machine compiles for minutes; waits have deadlines of their own
 
 
 @dataclasses.dataclass
