@@ -130,6 +130,7 @@ class _Siege:
         assert not plan, f"expected every fault to strike, {plan} did not"
         self._record.seconds = time.monotonic() - began
         check_bounded(self._folder, self._record)
+        self._record.facts["pieces corrupted on their way"] = sum(e.proxy.corrupted for e in self._engines)
         return self._record
 
     def _plan(self, kills: int, faults: int) -> list[tuple[int, str]]:
