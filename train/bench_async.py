@@ -3,6 +3,7 @@
 Real runs of a config in processes of their own: a synchronous one with the engine at full speed says how long the
 trainer alone takes for a step; then, with an engine that takes as long for a step's prompts, synchronous and bounded
 runs take turns, so that a machine that is slow for a while is slow for both. Two is the most that overlap can give.
+A stand-in engine costs next to no processor time, so that its pace is the pace that was set, also on a busy machine.
 """
 
 import dataclasses
@@ -35,12 +36,14 @@ class Options:
       max_lag: of the bounded runs, steps.
       steps: of every run, the first few of which are not counted.
       rounds: of a synchronous and a bounded run each.
+      stand_in: sample made-up tokens in place of the policy's.
     """
 
     config: Path
     max_lag: int = 1
     steps: int = 48
     rounds: int = 3
+    stand_in: bool = False
 
     def __post_init__(self) -> None:
         if self.steps <= _SKIPPED or self.rounds < 1:
@@ -118,6 +121,7 @@ class _Bench:
             "eval.every=0",
             "checkpoint.every=0",
             "rollout.engine=remote",
+            *(("rollout.probe_tolerance=1.0",) if options.stand_in else ()),  # it reproduces no probe
         )
         self.config = self._load("pace", "127.0.0.1:1")
         self._cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "cache"), **_CACHE}
@@ -135,6 +139,7 @@ class _Bench:
             threads=1,
             environment=self._cache,
             seconds_per_request=pace,
+            stand_in=self._options.stand_in,
         )
         with LocalEngineProcess(process) as served:
             path = self._folder / f"{name}.toml"
@@ -156,8 +161,9 @@ class _Bench:
 
 
 def _trainer(rows: Sequence[dict[str, Any]]) -> float:
-    """Seconds of a synchronous step without its samples."""
-    return _mean(rows, "seconds/step") - _mean(rows, "seconds/collect")
+    """Seconds of a synchronous step without its samples: it waits for those from the end of its publication on."""
+    published = _mean(rows, "publish/seconds_stage") + _mean(rows, "publish/seconds_commit")
+    return _mean(rows, "seconds/step") - _mean(rows, "seconds/collect") + published
 
 
 def _mean(rows: Sequence[dict[str, Any]], name: str) -> float:

@@ -186,6 +186,7 @@ def _async_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-lag", type=int, default=1, metavar="N", help="of the bounded runs (default: 1)")
     parser.add_argument("--steps", type=int, default=48, metavar="N", help="of every run (default: 48)")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of both kinds (default: 3)")
+    parser.add_argument("--stand-in", action="store_true", help="an engine of made-up tokens, which keeps its pace")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.set_defaults(run=_bench_async)
 
@@ -310,7 +311,11 @@ def _bench_async(arguments: argparse.Namespace) -> None:
     from train.bench_async import Options, measure, report
 
     options = Options(
-        config=arguments.config, max_lag=arguments.max_lag, steps=arguments.steps, rounds=arguments.rounds
+        config=arguments.config,
+        max_lag=arguments.max_lag,
+        steps=arguments.steps,
+        rounds=arguments.rounds,
+        stand_in=arguments.stand_in,
     )
     sys.stdout.write(report(measure(options), as_json=arguments.json) + "\n")
 

@@ -36,15 +36,8 @@ def main() -> int:
 
 def _serve(request: dict[str, Any], answer: Any, parent: int, stopped: threading.Event) -> int:
     from rollout_bridge import serve
-    from sat_jax.model import PolicyConfig
-    from train.local_engine import LocalEngine, LocalEngineConfig
-    from train.paced_engine import PacedEngine
 
-    engine: LocalEngine | PacedEngine = LocalEngine(
-        PolicyConfig(**request["policy"]), LocalEngineConfig(**request["engine"])
-    )
-    if request["seconds_per_request"]:
-        engine = PacedEngine(engine, request["seconds_per_request"])
+    engine = _engine(request)
     server = serve(engine, request["listen"])
     _tell(answer, {"port": server.port})
     while not stopped.wait(_LOOK_SECONDS) and engine.failure is None:
@@ -55,6 +48,19 @@ def _serve(request: dict[str, Any], answer: Any, parent: int, stopped: threading
         traceback.print_exception(engine.failure)
         return 1
     return 0
+
+
+def _engine(request: dict[str, Any]) -> Any:
+    from rollout_bridge.engines.fake import FakeEngine
+    from sat_jax.model import PolicyConfig
+    from train.local_engine import LocalEngine, LocalEngineConfig, model_info
+    from train.paced_engine import PacedEngine
+
+    policy, config = PolicyConfig(**request["policy"]), LocalEngineConfig(**request["engine"])
+    seconds = request["seconds_per_request"]
+    if request["stand_in"]:
+        return PacedEngine(FakeEngine(model_info(policy, config)), seconds)
+    return PacedEngine(LocalEngine(policy, config), seconds) if seconds else LocalEngine(policy, config)
 
 
 def _end_with_parent() -> None:

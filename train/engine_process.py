@@ -38,6 +38,7 @@ class EngineProcessConfig:
       start_seconds: within which it must listen (it compiles after that).
       max_restarts: in the whole run.
       seconds_per_request: slows it down to a request in that time; 0 = as fast as it can (see `train.paced_engine`).
+      stand_in: samples made-up tokens in place of the policy's, at next to no cost: for benches.
 
     Raises:
       ValueError: a figure is out of range.
@@ -52,6 +53,7 @@ class EngineProcessConfig:
     start_seconds: float = 120.0
     max_restarts: int = 5
     seconds_per_request: float = 0.0
+    stand_in: bool = False
 
     def __post_init__(self) -> None:
         if self.threads is not None and self.threads < 1:
@@ -172,6 +174,7 @@ class LocalEngineProcess:
             "listen": self._listen,
             "environment": {**threads, **config.environment},
             "seconds_per_request": config.seconds_per_request,
+            "stand_in": config.stand_in,
         }
         pipe = _pipe(process.stdin)
         try:

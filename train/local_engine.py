@@ -66,6 +66,22 @@ class LocalEngineConfig:
                 raise ValueError(f"rollout.{name}: expected at least 1, got {getattr(self, name)}")
 
 
+def model_info(policy: PolicyConfig, config: LocalEngineConfig) -> ModelInfo:
+    """What an engine of this policy says that it holds: every tensor in the engine's own type."""
+    return ModelInfo(
+        model_digest=policy.digest(),
+        vocab_size=policy.vocab_size,
+        moe_layers=policy.layers,
+        num_experts=policy.experts,
+        top_k=policy.experts_per_token,
+        max_tokens=config.max_tokens,
+        tensors=tuple(
+            TensorSpec(name=name, dtype=config.dtype, shape=shape) for name, shape in tensor_shapes(policy).items()
+        ),
+        dtype=config.dtype,
+    )
+
+
 class LocalEngine:
     """Samples with the policy of this repository; see `rollout_bridge.engine.Engine` for what each method promises."""
 
@@ -103,19 +119,7 @@ class LocalEngine:
 
     def model(self) -> ModelInfo:
         """The architecture, and what a push must contain: every tensor in the engine's own type."""
-        policy = self._policy
-        return ModelInfo(
-            model_digest=policy.digest(),
-            vocab_size=policy.vocab_size,
-            moe_layers=policy.moe_layers,
-            num_experts=policy.experts,
-            top_k=policy.experts_per_token,
-            max_tokens=self._config.max_tokens,
-            tensors=tuple(
-                TensorSpec(name=name, dtype=policy.dtype, shape=shape) for name, shape in tensor_shapes(policy).items()
-            ),
-            dtype=policy.dtype,
-        )
+        return model_info(self._policy, self._config)
 
     def status(self) -> EngineStatus:
         """The present state; NOT_SERVING while it compiles, and once its thread has ended."""

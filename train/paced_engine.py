@@ -4,6 +4,8 @@ import threading
 import time
 from collections.abc import Iterator
 
+from rollout_bridge.engine import StageSink
+from rollout_bridge.engines.fake import FakeEngine
 from rollout_bridge.messages import (
     Completion,
     EngineStatus,
@@ -14,17 +16,17 @@ from rollout_bridge.messages import (
     ProbeReport,
     SampleRequest,
 )
-from train.local_engine import LocalEngine, LocalStageSink
+from train.local_engine import LocalEngine
 
 
 class PacedEngine:
-    """Implements `rollout_bridge.Engine` over a local engine.
+    """Implements `rollout_bridge.Engine` over another one.
 
     One request after the other takes `seconds`, like a device that is busy: asking for more at once is not faster. The
     inner engine samples ahead of that pace, so that its own speed does not show.
     """
 
-    def __init__(self, inner: LocalEngine, seconds: float) -> None:
+    def __init__(self, inner: LocalEngine | FakeEngine, seconds: float) -> None:
         """Takes the engine over.
 
         Args:
@@ -44,7 +46,7 @@ class PacedEngine:
     @property
     def failure(self) -> BaseException | None:
         """The inner engine's."""
-        return self._inner.failure
+        return self._inner.failure if isinstance(self._inner, LocalEngine) else None
 
     def model(self) -> ModelInfo:
         """The inner engine's."""
@@ -60,7 +62,7 @@ class PacedEngine:
         cancelled.wait(self._turn() - time.monotonic())
         yield from completions
 
-    def stage(self, manifest: Manifest) -> LocalStageSink:
+    def stage(self, manifest: Manifest) -> StageSink:
         """The inner engine's."""
         return self._inner.stage(manifest)
 

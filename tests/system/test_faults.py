@@ -4,7 +4,7 @@ import pytest
 
 from tests.system.chaos import batch_wise, bounded
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(1500)]
 
 
 @pytest.fixture(scope="module")

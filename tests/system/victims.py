@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.system.proxy import Proxy
 from train.config import RunConfig
-from train.local_engine import LocalEngine, LocalEngineConfig
+from train.local_engine import LocalEngineConfig, model_info
 from train.setup import make_problem
 
 ROOT = Path(__file__).parents[2]
@@ -67,13 +67,10 @@ class Engine:
 
 def model_of(config: RunConfig) -> dict:
     """What an engine of this run says that it holds."""
-    policy = make_problem(config).policy
-    engine = LocalEngine.__new__(LocalEngine)  # for its arithmetic alone: no thread, no device
-    engine._policy = dataclasses.replace(policy, dtype=config.rollout.dtype)
-    engine._config = LocalEngineConfig(
+    engine = LocalEngineConfig(
         dtype=config.rollout.dtype, slots=config.rollout.slots, max_tokens=config.batch.row_length
     )
-    return dataclasses.asdict(engine.model())
+    return dataclasses.asdict(model_info(make_problem(config).policy, engine))
 
 
 class Trainer:

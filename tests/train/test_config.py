@@ -10,7 +10,7 @@ from sat_jax.model import PolicyConfig
 from sat_jax.objective import ObjectiveConfig, preset_names
 from sat_jax.objective.config import used_fields
 from train.config import RunConfig, load, to_toml
-from train.staleness import Schedule
+from train.staleness import BoundedSchedule, Schedule
 from train.strict_toml import read_table
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
@@ -93,7 +93,8 @@ def test_advantages_follow_the_preset_unless_they_are_set():
         ("objective.esp_low=0.1", r"objective\.esp_low: .*did you mean 'eps_low'\?"),
         ("schedule.lag=-1", r"schedule\.lag: expected at least 0, got -1"),
         ("schedule.lag=4.0", r"schedule\.lag: expected an integer, got 4\.0"),
-        ("schedule.mode=bounded", r"schedule\.mode: expected one of 'batch_wise', got \"bounded\""),
+        ("schedule.mode=bound", r"schedule\.mode: expected one of 'batch_wise', 'bounded', got \"bound\""),
+        ("schedule.in_flight=wait", r"schedule\.in_flight: expected one of 'finish', 'retract', 'abort'"),
         ("batch.group_size=1", r"batch\.group_size: expected at least 2, got 1; .*groups of one"),
         ("batch.rows=0", r"batch\.rows: expected at least 1, got 0"),
         ("batch.row_length=4", r"batch\.row_length: expected more than sampling\.max_new_tokens = 4.*got 4"),
@@ -145,7 +146,7 @@ def test_a_bad_setting_is_refused_with_file_and_key(override, message):
         ('preset = "sat_grpo"', "", r"objective\.preset: expected a value, got none"),
         ("[eval]", "[evla]", r"evla: expected a known key, got 'evla'; did you mean 'eval'\?"),
         ("steps = 280", "steps = ", r"expected TOML, got: Invalid value \(at line 6"),
-        ("lag = 4", "lag = 4\nlag = 5", r"expected TOML, got: Cannot overwrite a value \(at line 12"),
+        ("\nlag = 4", "\nlag = 4\nlag = 5", r"expected TOML, got: Cannot overwrite a value \(at line 13"),
     ],
 )
 def test_a_bad_file_is_refused_with_its_place(write, old, new, message):
@@ -208,3 +209,10 @@ def test_a_tokenizer_or_rows_beyond_the_checkpoint_are_refused(checkpoint):
         config.policy.build(vocab_size=41, max_positions=45)
     with pytest.raises(ValueError, match=r"batch\.row_length: expected at most 64, the longest sequence of .*, got 65"):
         config.policy.build(vocab_size=40, max_positions=65)
+
+
+def test_bounded_mode_has_a_schedule_of_its_own():
+    config = load(QUICKSTART, ["schedule.mode=bounded", "schedule.max_lag=3"])
+    assert config.plan == BoundedSchedule(max_lag=3, publish_every=1, steps=280, groups_per_step=32)
+    with pytest.raises(ValueError, match=r"max_lag: expected at least schedule\.publish_every - 1 = 5, got 3"):
+        load(QUICKSTART, ["schedule.mode=bounded", "schedule.max_lag=3", "schedule.publish_every=6"])

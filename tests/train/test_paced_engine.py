@@ -10,7 +10,7 @@ from train.paced_engine import PacedEngine
 
 
 def test_requests_take_their_turns_however_many_are_asked_at_once():
-    engine = PacedEngine(FakeEngine(fake_model(), version=0), 0.1)  # pyright: ignore[reportArgumentType]
+    engine = PacedEngine(FakeEngine(fake_model(), version=0), 0.1)
     done = []
 
     def ask(number):
