@@ -19,6 +19,9 @@ INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code: 0 done, 1 an error that was said, 75 preempted, 130 interrupted."""
     arguments = _parser().parse_args(argv)
+    # A user's module:function lies in the present folder, where a console script does not look by itself.
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     try:
         arguments.run(arguments)
     except KeyboardInterrupt:
