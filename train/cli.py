@@ -29,6 +29,9 @@ def _run(argv: Sequence[str] | None) -> int:
     from rollout_bridge.errors import BridgeError
 
     arguments = _parser().parse_args(argv)
+    # A user's module:function lies in the present folder, where a console script does not look by itself.
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     try:
         arguments.run(arguments)
     except (ValueError, OSError, BridgeError) as error:

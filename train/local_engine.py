@@ -71,7 +71,7 @@ def model_info(policy: PolicyConfig, config: LocalEngineConfig) -> ModelInfo:
     return ModelInfo(
         model_digest=policy.digest(),
         vocab_size=policy.vocab_size,
-        moe_layers=policy.layers,
+        moe_layers=policy.moe_layers,
         num_experts=policy.experts,
         top_k=policy.experts_per_token,
         max_tokens=config.max_tokens,

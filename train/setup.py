@@ -18,7 +18,7 @@ from train.chat import ChatTemplate, stop_tokens
 from train.collect import CollectSettings, to_attempt
 from train.config import RunConfig
 from train.data import Encoding, Prompt, PromptData, read_examples, split
-from train.evaluate import EvalOptions, Evaluation, Judgement, Samples, evaluate
+from train.evaluate import EvalOptions, Evaluation, Judgement, evaluate
 from train.prepare.problems import read_problems
 from train.publish import PROBE_TOKENS, ProbeScorer, Publisher
 from train.rewards import RandomReward, Verifier, build_verifier, exact_match, score
@@ -89,7 +89,7 @@ def make_problem(config: RunConfig) -> Problem:
     )
 
 
-def make_samples(config: RunConfig, problem: Problem, fleet: Samples) -> Samples:
+def make_samples(config: RunConfig, problem: Problem, fleet: Fleet) -> Fleet | CodeRollouts:
     """The fleet itself, or one whose completions are made by the run's rollout function.
 
     Raises:
@@ -215,7 +215,7 @@ def _architecture(policy: PolicyConfig) -> str:
 
 
 def evaluate_held_out(
-    config: RunConfig, problem: Problem, fleet: Samples, progress: Callable[[], None] = lambda: None
+    config: RunConfig, problem: Problem, fleet: Fleet, progress: Callable[[], None] = lambda: None
 ) -> Evaluation:
     """Accuracy at the version that the fleet serves, by the run's own verifier (exact match for the random control).
 

@@ -127,7 +127,7 @@ def test_advantages_follow_the_preset_unless_they_are_set():
         ("checkpoint.keep=0", r"checkpoint\.keep: expected at least 1, got 0"),
         ("prompt.template=Q", r"prompt\.template: expected \{prompt\} exactly once"),
         ("tokenizer.kind=file", r"tokenizer\.path: expected the path of a tokenizer\.json"),
-        ("data.task=subtraction", r"data\.task: expected one of 'addition', got \"subtraction\""),
+        ("data.task=subtraction", r"data\.task: expected one of 'addition', 'calculator', got \"subtraction\""),
     ],
 )
 def test_a_bad_setting_is_refused_with_file_and_key(override, message):

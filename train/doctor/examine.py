@@ -69,11 +69,7 @@ def examine(config: RunConfig, folder: Path) -> Iterator[Finding]:
         return
     yield from examine_data(config, problem)
     yield from examine_verifier(config, problem)
-    parameters = problem.policy.num_parameters()
-    machine = measure(folder, config)
-    yield check_disk(machine, parameters, config.checkpoint.keep)
-    yield check_clock(machine)
-    yield check_memory(machine, config, parameters)
+    yield from examine_machine(config, problem, folder)
     longest = max(len(prompt.tokens) for prompt in problem.data.train)
     yield from check_batch(config, len(problem.data), longest)
     try:
@@ -95,6 +91,19 @@ def examine_data(config: RunConfig, problem: Problem) -> Iterator[Finding]:
     yield from data.check_prompt_form(problem.encoding, problem.data.train, has_template)
     named = StopTokens(by_file={}) if beside is None else stop_tokens(beside, problem.tokenizer)
     yield data.check_stops(problem.collect.stop_ids, named, problem.tokenizer)
+
+
+def examine_machine(config: RunConfig, problem: Problem, folder: Path) -> Iterator[Finding]:
+    """Disk, clock and memory."""
+    parameters = problem.policy.num_parameters()
+    try:
+        machine = measure(folder, config)
+    except OSError as error:
+        yield fail("machine: disk", f"{folder} cannot be written: {error}", "repair its permissions, or --runs DIR")
+        return
+    yield check_disk(machine, parameters, config.checkpoint.keep)
+    yield check_clock(machine)
+    yield check_memory(machine, config, parameters)
 
 
 def examine_verifier(config: RunConfig, problem: Problem) -> Iterator[Finding]:

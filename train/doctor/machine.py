@@ -7,7 +7,6 @@ from train.alarms import too_few_sequences
 from train.assemble import pack
 from train.config import RunConfig
 from train.doctor.finding import Finding, fail, ok, warn
-from train.staleness import BoundedSchedule
 
 _STATE_BYTES = 12  # float32 parameter and two moments, in memory and in a checkpoint
 _GRADIENT_BYTES = 4
@@ -88,18 +87,14 @@ def check_batch(config: RunConfig, prompts: int, longest_prompt: int) -> list[Fi
       prompts: training prompts.
       longest_prompt: tokens.
     """
-    batch, schedule = config.batch, config.plan
+    batch = config.batch
     sequences = batch.groups_per_step * batch.group_size
     positions = min(longest_prompt + config.sampling.max_new_tokens - 1, batch.row_length)
     micro = math.ceil(len(pack([positions] * sequences, batch.row_length)) / batch.rows)
-    if isinstance(schedule, BoundedSchedule):
-        ahead = schedule.capacity(served=0, accepted=0, running=0)
-    else:
-        ahead = len(schedule.tickets_of_version(0))
     said = (
         f"{batch.groups_per_step} groups x {batch.group_size} = {sequences} sequences a step, at most {positions} "
         f"positions each: at most {micro} microbatches of {batch.rows} x {batch.row_length}; "
-        f"lag at most {schedule.max_lag}, {ahead} groups sampled before the first step"
+        f"lag at most {config.plan.max_lag}"
     )
     findings = [ok("batch: arithmetic", said)]
     if batch.rows * (batch.row_length // positions) > 2 * sequences:
@@ -108,9 +103,9 @@ def check_batch(config: RunConfig, prompts: int, longest_prompt: int) -> list[Fi
     elif micro > 64:
         findings = [warn("batch: arithmetic", said, "few rows at a time waste the device: raise batch.rows")]
     findings += _threshold(config, sequences, micro)
-    groups = schedule.steps * batch.groups_per_step
+    groups = config.steps * batch.groups_per_step
     epochs = groups / prompts
-    passes = f"{schedule.steps} steps take {groups} groups: {epochs:.1f} passes over {prompts} prompts"
+    passes = f"{config.steps} steps take {groups} groups: {epochs:.1f} passes over {prompts} prompts"
     if batch.groups_per_step > prompts:
         findings.append(
             fail(

@@ -1,4 +1,5 @@
 import json
+import sys
 
 import pytest
 
@@ -191,3 +192,13 @@ def test_settings_of_a_task_are_a_json_object():
     for text in ("[1]", "{", "3"):
         with pytest.raises(ValueError, match="--with: expected a JSON object"):
             parse_settings(text)
+
+
+def test_a_function_of_a_user_is_found_in_the_present_folder(tmp_path, monkeypatch):
+    (tmp_path / "my_own_reward.py").write_text("def accept(answer, **_):\n    return answer != '2'\n")
+    source, out = write(tmp_path, [dolci("q1", "1"), dolci("q2", "2")]), tmp_path / "out.jsonl"
+    monkeypatch.chdir(tmp_path)
+    # As a console script has it: its own folder comes first, and not the present one.
+    monkeypatch.setattr(sys, "path", ["/nowhere/bin", *(entry for entry in sys.path if entry)])
+    assert main(["prepare", "math", str(source), "--out", str(out), "--check", "my_own_reward:accept"]) == 0
+    assert [record["answer"] for record, _ in read_records(out)] == ["1"]
