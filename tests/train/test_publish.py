@@ -1,4 +1,5 @@
 import threading
+from typing import Any
 
 import jax
 import numpy as np
@@ -157,7 +158,7 @@ def test_a_short_probe_is_refused(made):
 @pytest.mark.parametrize("policy", list(InFlight))
 def test_a_push_does_to_running_requests_what_the_schedule_says(made, policy):
     graph, state = made
-    fleet = FakeFleet()
+    fleet: Any = FakeFleet()
     probe = ProbeScorer(graph, POLICY, SEQUENCES, tolerance=0.1)
     publisher = Publisher(fleet, POLICY, probe, "float32", on_failed=[].append, in_flight=policy)
     fleet.hold.clear()
