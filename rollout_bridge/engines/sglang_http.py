@@ -108,6 +108,7 @@ class SglangHttp:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
         await self._generations.aclose()
+        await asyncio.sleep(0.01)  # a transport closes its socket only in the loop's next round
 
     def _unreachable(self, path: str, error: httpx2.TransportError) -> Retryable:
         return Retryable(
