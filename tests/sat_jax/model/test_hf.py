@@ -15,16 +15,8 @@ from sat_jax.model import PolicyConfig, hf, hf_files
 from sat_jax.model.hf_names import LAYOUTS
 
 CONFIG = PolicyConfig.tiny(vocab_size=16, width=32, head_dim=8, expert_hidden=24)
-DENSE = PolicyConfig.tiny(
-    width=32,
-    head_dim=8,
-    experts=0,
-    experts_per_token=0,
-    expert_hidden=0,
-    dense_layers=(0, 1),
-    dense_hidden=40,
-    tie_embeddings=True,
-)
+NO_EXPERTS = {"experts": 0, "experts_per_token": 0, "expert_hidden": 0, "dense_layers": (0, 1), "dense_hidden": 40}
+DENSE = PolicyConfig.tiny(width=32, head_dim=8, tie_embeddings=True, **NO_EXPERTS)
 MIXED = dataclasses.replace(CONFIG, layers=5, dense_layers=(0, 3), dense_hidden=40)
 GATE = "model.layers.1.mlp.experts.3.gate_proj.weight"
 
