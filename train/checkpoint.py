@@ -73,6 +73,7 @@ class Checkpoints:
           read_only: change nothing there; a run in progress may be saving.
         """
         self._folder = folder
+        self._read_only = read_only
         if not read_only:
             _remove_partials(folder, "*")
         options = ocp.CheckpointManagerOptions(
@@ -93,6 +94,9 @@ class Checkpoints:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._manager.close()
+        # Threads of a failed save may have written once more after it was removed; now they have ended.
+        if not self._read_only:
+            _remove_partials(self._folder, "*")
 
     def latest(self) -> int | None:
         """Version of the newest whole cut, or None."""

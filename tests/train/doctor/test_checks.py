@@ -225,6 +225,10 @@ def published(**changes):
         "seconds_export": 1.0,
         "seconds_stage": 2.0,
         "seconds_commit": 1.0,
+        "seconds_write": 0.1,
+        "seconds_held": 0.5,
+        "seconds_load": 0.25,
+        "seconds_verify": 0.25,
     }
     return Published(**(fields | changes))
 
