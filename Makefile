@@ -28,7 +28,7 @@ lint: .venv/.installed  ## formatting, lint, types
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-test: lint  ## the default suite: everything but the marked groups (about 8 minutes on 2 cores)
+test: lint  ## the default suite: everything but the marked groups (about 12 minutes on 2 cores)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-slow: .venv/.installed  ## the slow group: whole runs, killed and resumed
@@ -101,6 +101,14 @@ $(SGLANG)/.installed: tests/sglang_cpu/requirements.txt
 
 test-sglang: .venv/.installed $(SGLANG)/.installed  ## the real SGLang on a CPU, under the bridge (2.4 GB, once)
 	$(BIN)/python -m pytest -m sglang tests/sglang
+
+bench: .venv/.installed  ## the benchmarks of docs/benchmarks.md that need no other environment (a quiet machine, half an hour)
+	$(BIN)/sat-jax bench clip
+	$(BIN)/sat-jax bench clip --aggregation own
+	$(BIN)/sat-jax bench async
+	$(BIN)/python tools/bench/bench_bridge.py
+	$(BIN)/python tools/bench/bench_kernels.py --what memory
+	$(BIN)/python tools/bench/bench_load.py
 
 clean:  ## remove the environments and caches; runs/ stays
 	rm -rf .venv .venv-* build *.egg-info .pytest_cache .ruff_cache .hypothesis
