@@ -13,6 +13,10 @@ from tests.sglang.trainer import CONFIG, Trainer
 from tests.sglang_cpu.server import SglangProcess
 from tools.make_model import make_model
 
+_LEFT_OPEN = (
+    r"ignore:Exception ignored in. <(socket\.socket|function _SelectorTransport):"
+    "pytest.PytestUnraisableExceptionWarning"
+)
 ADMIN_KEY = "the-admin-key-of-the-tests"
 
 
@@ -21,6 +25,8 @@ def pytest_collection_modifyitems(items):
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.sglang)
             item.add_marker(pytest.mark.timeout(600))
+            # Connections that a killed server has reset are closed when the HTTP client's objects are collected.
+            item.add_marker(pytest.mark.filterwarnings(_LEFT_OPEN))
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -76,6 +77,7 @@ def test_running_requests_go_on_under_new_weights_token_by_token(publish, fleet,
     sampling = threading.Thread(target=lambda: completions.extend(fleet.sample(requests)))
     sampling.start()
     eventually(lambda: bridge[0].status().running == 4)
+    time.sleep(0.5)  # running is what was sent; some tokens have to be there, and by far not all
     new, report = publish(2, in_flight)
     sampling.join(120)
     assert len(completions) == 4
