@@ -72,6 +72,7 @@ def test_two_swapped_experts_are_refused_and_the_old_version_is_pushed_again(pub
 @pytest.mark.parametrize("in_flight", [InFlight.RETRACT, InFlight.ABORT])
 def test_running_requests_go_on_under_new_weights_token_by_token(publish, fleet, trainer, bridge, in_flight):
     old, _ = publish(1)
+    trainer.probe(2)  # compiled beforehand: the push is to meet requests that run
     requests = [trainer.request(number, members=2, length=LONG, temperature=1.0, stop=()) for number in range(2)]
     completions = []
     sampling = threading.Thread(target=lambda: completions.extend(fleet.sample(requests)))
