@@ -21,7 +21,7 @@ from train.groups import Group
 from train.rewards import Attempt, Verifier, score
 from train.run_folder import SampleLine
 from train.seeds import derive_seed
-from train.tokenizer import Tokenizer
+from train.tokenizer import Tokenizer, decode_sampled
 from train.trajectory import Trajectory
 from train.verify.pool import Unverified
 
@@ -277,11 +277,11 @@ def to_attempt(ticket: int, prompt: Prompt, completion: Completion, tokenizer: T
         ticket=ticket,
         member=completion.member,
         prompt=prompt.text,
-        completion=tokenizer.decode(_last_turn(completion)),
+        completion=decode_sampled(tokenizer, _last_turn(completion)),
         stopped=stopped,
         answer=prompt.answer,
         metadata=prompt.metadata,
-        transcript=tokenizer.decode(tokens),
+        transcript=decode_sampled(tokenizer, tokens),
         length=len(completion.tokens),
     )
 

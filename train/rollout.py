@@ -21,7 +21,7 @@ from rollout_bridge.messages import Completion, Finish, SampleRequest
 from rollout_bridge.stitch import stitch_traces
 from train.data import Prompt
 from train.seeds import derive_seed
-from train.tokenizer import Tokenizer
+from train.tokenizer import Tokenizer, decode_sampled
 from train.trajectory import Trajectory
 
 
@@ -123,7 +123,7 @@ class Conversation:
         self._inserted = np.zeros(0, np.int32)
         self._used += len(completion.tokens)
         ended = completion.finish is Finish.STOP
-        return self._tokenizer.decode(completion.tokens[:-1] if ended else completion.tokens)
+        return decode_sampled(self._tokenizer, completion.tokens[:-1] if ended else completion.tokens)
 
     def insert(self, text: str) -> bool:
         """Puts text after what is there: a tool's answer, a user's next message.

@@ -180,6 +180,24 @@ class FileTokenizer:
         return self._digest
 
 
+def decode_sampled(tokenizer: Tokenizer, tokens: np.ndarray) -> str:
+    """Text of sampled ids. A checkpoint's vocabulary is often padded beyond its tokenizer's: such an id has no text.
+
+    Args:
+      tokenizer: of the run.
+      tokens: int32[N], below the policy's vocabulary size.
+
+    Returns:
+      What `tokenizer.decode` gives of the ids that it has; U+FFFD for each of the others.
+    """
+    known = tokens < tokenizer.vocab_size
+    if known.all():
+        return tokenizer.decode(tokens)
+    edges = np.flatnonzero(np.diff(known)) + 1
+    runs = np.split(tokens, edges)
+    return "".join(tokenizer.decode(run) if run[0] < tokenizer.vocab_size else "\ufffd" * len(run) for run in runs)
+
+
 def build_tokenizer(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:
     """The configured tokenizer.
 

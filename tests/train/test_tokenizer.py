@@ -6,7 +6,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from train.tokenizer import CharTokenizer, FileTokenizer, TokenizerConfig, build_tokenizer, stop_ids
+from train.tokenizer import CharTokenizer, FileTokenizer, TokenizerConfig, build_tokenizer, decode_sampled, stop_ids
 
 CHAR = TokenizerConfig(kind="char", path="", alphabet="")
 
@@ -127,3 +127,10 @@ def test_a_file_that_is_missing_or_no_tokenizer_is_named(tmp_path):
 def test_settings_of_the_other_kind_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         TokenizerConfig(**settings)
+
+
+def test_ids_of_a_vocabulary_padded_beyond_the_tokenizers_have_no_text():
+    tokenizer = CharTokenizer("ab")
+    assert decode_sampled(tokenizer, np.array([2, 3], np.int32)) == "ab"
+    assert decode_sampled(tokenizer, np.array([7, 2, 3, 4, 5, 1], np.int32)) == "\ufffdab\ufffd\ufffd<eos>"
+    assert decode_sampled(tokenizer, np.array([], np.int32)) == ""
