@@ -43,7 +43,12 @@ class Engines:
 
 @contextlib.contextmanager
 def attach_fleet(
-    config: RunConfig, problem: Problem, folder: Path, on_event: Callable[[str, str], None], errand: str = "training"
+    config: RunConfig,
+    problem: Problem,
+    folder: Path,
+    on_event: Callable[[str, str], None],
+    errand: str = "training",
+    run: Path | None = None,
 ) -> Iterator[Engines]:
     """Connects to the fleet, starting a local engine where the config says so.
 
@@ -53,6 +58,7 @@ def attach_fleet(
       folder: of the run; the local engine's log goes there.
       on_event: called with a kind and a text when an engine is lost, restarted, or published to again.
       errand: what the fleet is for; while one process publishes to an engine, another run or errand is refused.
+      run: the run's folder, where `folder` is another one.
 
     Raises:
       ValueError: the local engine's port is in use.
@@ -68,7 +74,9 @@ def attach_fleet(
             client=ClientOptions(
                 chunk_bytes=config.rollout.chunk_bytes,
                 security=_security(config.rollout),
-                lease=Lease(holder=f"{errand} of {socket.gethostname()}:{folder.resolve()}", start=uuid.uuid4().hex),
+                lease=Lease(
+                    holder=f"{errand} of {socket.gethostname()}:{(run or folder).resolve()}", start=uuid.uuid4().hex
+                ),
             ),
             progress_seconds=_progress_seconds(config),
             on_lost=None if process is None else lambda _endpoint: _restart(process, on_event),

@@ -98,19 +98,28 @@ def test_doctor_leaves_a_fleet_alone_whose_first_version_is_still_to_be_made(fle
 
 
 @pytest.mark.parametrize(
-    ("version", "overrides", "expected"),
+    ("overrides", "expected"),
     [
-        (3, [], "expected a version above 3"),  # a fleet that another run has moved on
-        (None, ["policy.expert_hidden=32"], "expected the trainer's architecture"),
-        (None, ["rollout.dtype=bfloat16"], "expected engines of rollout.dtype bfloat16, got float32"),
-        (None, ["batch.row_length=64"], "expected engines that hold 64 tokens"),
+        (["policy.expert_hidden=32"], "expected the trainer's architecture"),
+        (["rollout.dtype=bfloat16"], "expected engines of rollout.dtype bfloat16, got float32"),
+        (["batch.row_length=64"], "expected engines that hold 64 tokens"),
     ],
 )
-def test_doctor_finds_a_fleet_that_a_run_could_not_use(fleet, capsys, tmp_path, version, overrides, expected):
-    config = fleet(version)
+def test_doctor_finds_a_fleet_that_a_run_could_not_use(fleet, capsys, tmp_path, overrides, expected):
+    config = fleet(None)
     sets = [part for override in overrides for part in ("--set", override)]
     with pytest.raises(SystemExit):
         main(["doctor", str(config), "--runs", str(tmp_path / "runs"), "--json", *sets])
     failed = [finding for finding in said(capsys)["findings"] if finding["status"] == "fail"]
     assert [finding["check"] for finding in failed] == ["fleet: calls"]
     assert expected in failed[0]["found"]
+
+
+def test_doctor_finds_a_fleet_that_another_run_holds(fleet, capsys, tmp_path):
+    config = fleet(None)
+    assert main(["doctor", str(config), "--runs", str(tmp_path / "others"), "--json"]) == 0
+    said(capsys)
+    with pytest.raises(SystemExit):
+        main(["doctor", str(config), "--runs", str(tmp_path / "runs"), "--json"])
+    (failed,) = [finding for finding in said(capsys)["findings"] if finding["status"] == "fail"]
+    assert "expected a free engine, got one that doctor of " in failed["found"]

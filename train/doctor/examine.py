@@ -141,7 +141,7 @@ def _examine_fleet(config: RunConfig, problem: Problem, folder: Path) -> Iterato
     state, graph, trained = _weights(config, problem, folder, mesh)
     with (
         tempfile.TemporaryDirectory() as log,
-        attach_fleet(config, problem, Path(log), on_event=lambda _kind, _text: None, errand="doctor") as engines,
+        attach_fleet(config, problem, Path(log), lambda _kind, _text: None, errand="doctor", run=folder) as engines,
     ):
         addresses = ", ".join(engines.fleet.status())
         yield ok("fleet: model", f"{addresses}: the trainer's architecture, in {config.rollout.dtype}")
