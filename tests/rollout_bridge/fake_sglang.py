@@ -60,6 +60,8 @@ class FakeSglang:
         } | info
         self.key = key
         self.seconds_per_token = 0.0
+        self.limit = 10**6  # tokens after which a request stands still; `let` moves it
+        self.lengths: dict[str, int] = {}  # tokens so far, by request
         self.calls: list[str] = []
         self.say_400 = False  # the next update changes the weights and says 400
         self.hang_up = ""  # the next call of this path gets no answer
@@ -80,7 +82,14 @@ class FakeSglang:
             self.aborted: set[str] = set()
             self.changed.notify_all()
 
+    def let(self, limit=10**6):
+        """Requests go on, to this many tokens."""
+        with self.changed:
+            self.limit = limit
+            self.changed.notify_all()
+
     def close(self):
+        self.let()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -163,7 +172,10 @@ class FakeSglang:
         while len(triples) < asked["max_new_tokens"]:
             time.sleep(self.seconds_per_token)
             with self.changed:
-                while self.paused and self.aborts == aborts and body["rid"] not in self.aborted:
+                self.lengths[body["rid"]] = len(triples)
+                while self.aborts == aborts and body["rid"] not in self.aborted:
+                    if not self.paused and len(triples) < self.limit:
+                        break
                     self.changed.wait(0.05)
                 if self.aborts != aborts or body["rid"] in self.aborted:
                     finish = "abort"

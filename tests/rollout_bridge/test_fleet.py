@@ -59,7 +59,7 @@ def requests(make_request):
     return [make_request(f"t{i}", members=(0, 1, 2), seed=i, prompt=(3 + i % 5, 9)) for i in range(12)]
 
 
-def eventually(what, seconds=5.0):
+def eventually(what, seconds=30.0):
     end = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < end, "did not come to pass"

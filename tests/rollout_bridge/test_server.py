@@ -61,7 +61,7 @@ def health_of(channel, name=""):
     return health_pb2.HealthCheckResponse.ServingStatus.Name(status)
 
 
-def eventually(what, seconds=5.0):
+def eventually(what, seconds=30.0):
     end = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < end, "did not come to pass"

@@ -69,7 +69,7 @@ def sample(engine, request, cancelled=None):
     return list(engine.sample(request, cancelled or threading.Event()))
 
 
-def eventually(what, seconds=5.0):
+def eventually(what, seconds=30.0):
     end = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < end, "did not come to pass"
@@ -91,7 +91,7 @@ def sampling(engine, request):
     thread.start()
     eventually(lambda: engine.status().running > 0)
     yield found, errors
-    thread.join(10)
+    thread.join(30)
     assert not thread.is_alive()
 
 
@@ -156,10 +156,11 @@ def test_a_cancelled_call_is_aborted_at_the_server(both, make_request):
 def test_retracted_tokens_keep_their_version_and_every_row_is_of_the_newest(both, make_request):
     server, engine = both
     publish(engine, 1)
-    server.seconds_per_token = 0.005
+    server.let(5)
     with sampling(engine, make_request(members=(0,), length=60, stop=())) as (found, errors):
-        time.sleep(0.05)
+        eventually(lambda: [*server.lengths.values()] == [5])
         new, _ = publish(engine, 2, InFlight.RETRACT)
+        server.let()
     assert not errors
     (completion,) = found
     assert np.unique(completion.version).tolist() == [1, 2]
@@ -172,9 +173,9 @@ def test_retracted_tokens_keep_their_version_and_every_row_is_of_the_newest(both
 def test_abort_returns_parts_of_the_old_version(both, make_request):
     server, engine = both
     publish(engine, 1)
-    server.seconds_per_token = 0.005
+    server.let(5)
     with sampling(engine, make_request(members=(0, 1), length=400, stop=())) as (found, _):
-        time.sleep(0.05)
+        eventually(lambda: [*server.lengths.values()] == [5, 5])
         publish(engine, 2, InFlight.ABORT)
     assert [(c.finish, set(c.version.tolist())) for c in found] == [(Finish.ABORT, {1})] * 2
 
@@ -182,14 +183,14 @@ def test_abort_returns_parts_of_the_old_version(both, make_request):
 def test_finish_waits_for_the_end_and_lets_nothing_begin(both, make_request):
     server, engine = both
     publish(engine, 1)
-    server.seconds_per_token = 0.005
+    server.let(5)
     with sampling(engine, make_request(members=(0,), length=40, stop=())) as (found, _):
         committing = threading.Thread(target=publish, args=(engine, 2))
         committing.start()
         eventually(lambda: engine.status().staged_version == 2)
-        time.sleep(0.02)
+        threading.Timer(0.1, server.let).start()
         later = sample(engine, make_request("t1", members=(0,), length=2, stop=()))
-        committing.join(10)
+        committing.join(30)
     assert set(found[0].version.tolist()) == {1}
     assert set(later[0].version.tolist()) == {2}
 
@@ -199,17 +200,18 @@ def test_tokens_of_an_unverified_version_wait_for_the_verdict(both, make_request
     """A paused server answers no probe, so the new weights sample before they are verified."""
     server, engine = both
     publish(engine, 1)
-    server.seconds_per_token = 0.005
-    verdict = threading.Event()
+    server.let(5)
+    verdict, asked = threading.Event(), threading.Event()
     original = server.weights_checker
 
     def checker(body):
-        verdict.wait(5)
+        asked.set()
+        verdict.wait(60)
         return original(body) if passes else 400
 
     server.weights_checker = checker
     with sampling(engine, make_request(members=(0,), length=30, stop=())) as (found, errors):
-        time.sleep(0.03)
+        eventually(lambda: [*server.lengths.values()] == [5])
         outcome = []
 
         def commit():
@@ -220,11 +222,13 @@ def test_tokens_of_an_unverified_version_wait_for_the_verdict(both, make_request
 
         committing = threading.Thread(target=commit)
         committing.start()
-        eventually(lambda: "/weights_checker" in server.calls[-3:] and server.running == 0)
+        assert asked.wait(30)
+        server.let()
+        eventually(lambda: server.running == 0)
         time.sleep(0.05)
         assert found == []
         verdict.set()
-        committing.join(10)
+        committing.join(30)
     assert (len(found), len(errors)) == ((1, 0) if passes else (0, 1))
     assert engine.status().serving is (Serving.SERVING if passes else Serving.NOT_SERVING)
 
@@ -232,11 +236,12 @@ def test_tokens_of_an_unverified_version_wait_for_the_verdict(both, make_request
 def test_what_was_aborted_after_a_retraction_is_sampled_again(both, make_request):
     server, engine = both
     publish(engine, 1)
-    server.seconds_per_token = 0.005
+    server.let(5)
     with sampling(engine, make_request(members=(0,), length=400, stop=())) as (found, _):
-        time.sleep(0.03)
+        eventually(lambda: [*server.lengths.values()] == [5])
         publish(engine, 2, InFlight.RETRACT)
-        time.sleep(0.03)
+        server.let(10)
+        eventually(lambda: [*server.lengths.values()] == [10])
         engine.abort(("t0",))
     assert [(len(c.tokens), c.trace, c.finish) for c in found] == [(0, None, Finish.ABORT)]
 
