@@ -20,14 +20,14 @@ import numpy as np
 import xxhash
 
 from sat_jax.mesh import make_mesh
-from train.checkpoint import Checkpoints
 from train.config import RunConfig, load
 from train.recording import Replayer, batch_path
-from train.run_folder import CHECKPOINTS, CONFIG, METRICS, read_lines
+from train.run_folder import CONFIG, METRICS, read_lines
 from train.setup import make_problem
 from train.start import Start, restore
 from train.state import TrainState
 from train.step import Step
+from train.store import cut_folder, open_checkpoints, versions
 
 
 def main() -> None:
@@ -85,11 +85,11 @@ def digest(state: TrainState) -> str:
 def _restore(config: RunConfig, folder: Path, version: int | None) -> Start:
     problem = make_problem(config)
     mesh = make_mesh(config.mesh)
-    kept = sorted(int(path.name) for path in (folder / CHECKPOINTS).iterdir() if path.name.isdecimal())
+    kept = versions(cut_folder(folder, config))
     if not kept or (version is not None and version not in kept):
         raise ValueError(f"{folder}: expected a cut of version {version}, got {kept}")
     wanted = kept[0] if version is None else version
-    with Checkpoints(folder / CHECKPOINTS, keep=1, read_only=True) as checkpoints:
+    with open_checkpoints(folder, config, read_only=True) as checkpoints:
         start = restore(config, problem, folder, mesh, checkpoints, wanted)
     assert start is not None, "it is kept"
     return start

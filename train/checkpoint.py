@@ -4,13 +4,16 @@ A cut is taken at the trained frontier: what it counts as trained is in its para
 optimizer state, the finished groups that wait (they were sampled by weights that no longer exist), and the ledger: the
 next ticket, from which every later prompt, seed and key follows, and the prompts that are out with their attempts. A
 batch-wise cut is taken at a window's edge, where nothing is out.
+
+A save copies what it needs to the host and returns; threads of Orbax write it, and only when all of it is there does it
+count. On a file system a folder is renamed then; a store without an atomic rename gets a marker file last.
 """
 
+import contextlib
 import dataclasses
 import json
-import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,12 +26,17 @@ from etils import epath
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from train.buffer import BufferSnapshot
+from train.digest import digest, digests
 from train.groups import from_bytes, to_bytes
 from train.ledger import LedgerState
 from train.state import TrainState
 
-_FORMAT = 3
+_FORMAT = 4
 _SCORE = "score"
+# What Orbax writes last into a cut, or a part of one, where it cannot rename a folder.
+_MARKER = "commit_success.txt"
+
+Folder = Path | epath.Path
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,29 +71,41 @@ class Cut:
 class Checkpoints:
     """The cuts of one run folder. A context manager; one process at a time."""
 
-    def __init__(self, folder: Path, keep: int, *, keep_best: int = 0, read_only: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Folder,
+        keep: int,
+        *,
+        keep_best: int = 0,
+        atomic_rename: bool = True,
+        read_only: bool = False,
+    ) -> None:
         """Opens the folder; remains of broken saves are removed and never count.
 
         Args:
-          folder: `<run>/checkpoints`.
+          folder: `<run>/checkpoints`, or wherever the config says (`store`).
           keep: how many of the newest cuts stay.
           keep_best: how many of those with the highest score stay beside them.
+          atomic_rename: whether the file system renames a folder in one step; "gs://" never counts as such.
           read_only: change nothing there; a run in progress may be saving.
         """
-        self._folder = folder
+        self._folder = _absolute(folder)
         self._read_only = read_only
+        self._marks = not atomic_rename or str(folder).startswith("gs://")
+        self._saving: int | None = None
         if not read_only:
-            _remove_partials(folder, "*")
+            self._remove_partials("*")
         options = ocp.CheckpointManagerOptions(
             preservation_policy=_preserved(keep, keep_best, read_only=read_only),
             best_fn=_score if keep_best and not read_only else None,
-            enable_async_checkpointing=False,
+            enable_async_checkpointing=not read_only,
+            temporary_path_class=ocp.path.atomicity.CommitFileTemporaryPath if self._marks else None,
             # Ours, above: Orbax does it in a thread that may still be at work when the first save begins.
             cleanup_tmp_directories=False,
             create=not read_only,
             read_only=read_only,
         )
-        self._manager = ocp.CheckpointManager(epath.Path(folder.absolute()), options=options)
+        self._manager = ocp.CheckpointManager(self._folder, options=options)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -93,21 +113,31 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._manager.close()
-        # Threads of a failed save may have written once more after it was removed; now they have ended.
-        if not self._read_only:
-            _remove_partials(self._folder, "*")
+        try:
+            self.settle()
+        except OSError as failed:
+            if error is None:
+                raise
+            error.add_note(str(failed))
+        finally:
+            self._manager.close()
+            # Threads of a failed save may have written once more after it was removed; now they have ended.
+            if not self._read_only:
+                self._remove_partials("*")
 
     def latest(self) -> int | None:
         """Version of the newest whole cut, or None."""
         return self._manager.latest_step()
 
     def save(self, cut: Cut) -> None:
-        """Saves a cut; it counts only once it is whole.
+        """Begins to save a cut, and returns once what it needs is on the host; it counts only when it is whole.
+
+        A save that is still under way is waited for first.
 
         Raises:
-          OSError: it could not be written (a full disk, say); earlier cuts are untouched.
+          OSError: this one or the one before it could not be written (a full disk, say); earlier cuts are untouched.
         """
+        self.settle()
         version = cut.state.version
         if version == self.latest():
             return  # a batch-wise run is a function of its config and seed: the cut that is there is this one
@@ -119,7 +149,7 @@ class Checkpoints:
             "identity": dataclasses.asdict(cut.identity),
             "ledger": dataclasses.asdict(cut.buffer.ledger),
             "groups": {"bytes": packed.size, "digest": xxhash.xxh3_128_hexdigest(packed.tobytes())},
-            "arrays": {name: _digest(array) for name, array in arrays.items()},
+            "arrays": digests(arrays),
             "counters": dict(cut.counters),
         }
         items = ocp.args.Composite(
@@ -127,17 +157,60 @@ class Checkpoints:
             groups=ocp.args.StandardSave({"packed": packed}),
             meta=ocp.args.JsonSave(meta),
         )
-        try:
-            metrics = None if cut.score is None else {_SCORE: float(cut.score)}
+        metrics = None if cut.score is None else {_SCORE: float(cut.score)}
+        self._saving = version
+        with self._written():
             self._manager.save(version, args=items, metrics=metrics, force=True)
+
+    def settle(self) -> None:
+        """Waits until the last save is whole.
+
+        Raises:
+          OSError: it could not be written; earlier cuts are untouched.
+        """
+        with self._written():
             self._manager.wait_until_finished()
+        self._saving = None
+
+    def raise_failed(self) -> None:
+        """Raises what has befallen the last save, without waiting for it.
+
+        Raises:
+          OSError: it could not be written; earlier cuts are untouched.
+        """
+        with self._written():
+            self._manager.check_for_errors()
+
+    @contextlib.contextmanager
+    def _written(self) -> Iterator[None]:
+        """Turns what Orbax raises, in whichever thread, into one error, and removes what it left."""
+        version = self._saving
+        try:
+            yield
         except Exception as error:
+            self._saving = None
+            if version is None:
+                raise
             # Other threads of Orbax may still be writing there: they fail one by one.
-            _remove_partials(self._folder, str(version), tries=40)
+            self._remove_partials(str(version), tries=40)
             raise OSError(
                 f"checkpoint: version {version} could not be written under {self._folder}: {error}; earlier "
                 f"checkpoints are whole: free some space and start the same command again to resume"
             ) from error
+
+    def _remove_partials(self, version: str, *, tries: int = 1) -> None:
+        """Removes saves that are not whole: they never count, but on a full disk their bytes are needed."""
+        for _ in range(tries):
+            partials = list(self._folder.glob(f"{version}.orbax-checkpoint-tmp*"))
+            if self._marks:
+                found = [path for path in self._folder.glob(version) if path.name.isdecimal()]
+                partials += [path for path in found if not (path / _MARKER).exists()]
+            if not partials:
+                return
+            for partial in partials:
+                _remove(partial)
+            if tries > 1:
+                time.sleep(0.05)
 
     def check(self, identity: Identity, *, but: tuple[str, ...] = ()) -> None:
         """Checks that the newest cut is of this run, before anything is built for it.
@@ -163,7 +236,9 @@ class Checkpoints:
 
         Raises:
           ValueError: the cut is of another model, tokenizer, data set or reference, or is damaged.
+          OSError: one that was being saved could not be written.
         """
+        self.settle()
         version = self.latest() if version is None else version
         if version is None:
             return None
@@ -177,10 +252,10 @@ class Checkpoints:
         found = self._restore(
             version, state=ocp.args.StandardRestore(abstract), groups=ocp.args.StandardRestore(packed)
         )
-        for name, array in found["state"].items():
-            if (digest := _digest(array)) != meta["arrays"].get(name):
+        for name, seen in digests(found["state"]).items():
+            if seen != meta["arrays"].get(name):
                 raise ValueError(
-                    f"checkpoint {version}: expected {name} of digest {meta['arrays'].get(name)}, got {digest} "
+                    f"checkpoint {version}: expected {name} of digest {meta['arrays'].get(name)}, got {seen} "
                     f"({self._folder}); the file is damaged: delete that folder to resume from the checkpoint before it"
                 )
         blob = np.asarray(found["groups"]["packed"]).tobytes()
@@ -251,29 +326,22 @@ def unflatten(template: TrainState, arrays: dict[str, jax.Array], version: int) 
     return TrainState(version=version, params=whole["params"], opt_state=whole["opt_state"])
 
 
-def _digest(array: jax.Array) -> str:
-    return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(np.asarray(array)).tobytes())
+def _absolute(folder: Folder) -> epath.Path:
+    return epath.Path(folder if "://" in str(folder) else Path(folder).absolute())
 
 
-def _remove_partials(folder: Path, version: str, *, tries: int = 1) -> None:
-    # Orbax names a save that is not whole `<version>.orbax-checkpoint-tmp...`; it never counts as a checkpoint, but on
-    # a full disk its bytes are needed.
-    for _ in range(tries):
-        partials = list(folder.glob(f"{version}.orbax-checkpoint-tmp*"))
-        if not partials:
-            return
-        for partial in partials:
-            shutil.rmtree(partial, ignore_errors=True)
-        if tries > 1:
-            time.sleep(0.05)
+def _remove(folder: epath.Path) -> None:
+    # Threads of a failed save may add to it, or take from it, meanwhile: whoever calls looks again.
+    with contextlib.suppress(OSError):
+        folder.rmtree()
 
 
-def read_meta(folder: Path, version: int) -> dict[str, Any]:
+def read_meta(folder: Folder, version: int) -> dict[str, Any]:
     """What a cut says of itself, without its arrays (for people and for tests)."""
-    return json.loads((folder / str(version) / "meta" / "metadata").read_text())
+    return json.loads((epath.Path(folder) / str(version) / "meta" / "metadata").read_text())
 
 
-def parameter_reader(folder: Path, version: int) -> Callable[[tuple[str, ...]], np.ndarray]:
+def parameter_reader(folder: Folder, version: int) -> Callable[[tuple[str, ...]], np.ndarray]:
     """Reads a cut's parameters one by one, on the host, whatever devices they were saved from.
 
     Args:
@@ -287,10 +355,11 @@ def parameter_reader(folder: Path, version: int) -> Callable[[tuple[str, ...]], 
       ValueError: there is no such cut or leaf, or its bytes are not those that were saved.
     """
     try:
-        digests = read_meta(folder, version)["arrays"]
+        known = read_meta(folder, version)["arrays"]
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"checkpoint {version}: expected a whole one, got {error!r} ({folder})") from error
     reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+    where = _absolute(folder)
 
     def read(path: tuple[str, ...]) -> np.ndarray:
         name = "['params']" + "".join(f"[{part!r}]" for part in path) + ".value"
@@ -298,14 +367,14 @@ def parameter_reader(folder: Path, version: int) -> Callable[[tuple[str, ...]], 
             item={name: 0}, restore_args={name: ocp.RestoreArgs(restore_type=np.ndarray)}, partial_restore=True
         )
         try:
-            array = reader.restore((folder / str(version) / "state").absolute(), args=wanted)[name]
+            array = reader.restore(where / str(version) / "state", args=wanted)[name]
         except Exception as error:  # as in `Checkpoints._restore`
             raise ValueError(
                 f"checkpoint {version}: expected {name}, got {type(error).__name__}: {str(error)[:300]} ({folder})"
             ) from error
-        if _digest(array) != digests.get(name):
+        if (seen := digest(array)) != known.get(name):
             raise ValueError(
-                f"checkpoint {version}: expected {name} of digest {digests.get(name)}, got {_digest(array)} "
+                f"checkpoint {version}: expected {name} of digest {known.get(name)}, got {seen} "
                 f"({folder}); the file is damaged: convert another version"
             )
         return array

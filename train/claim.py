@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from train.config import RunConfig, load, to_toml
-from train.run_folder import CHECKPOINTS, CONFIG, write_atomic
+from train.run_folder import CONFIG, write_atomic
+from train.store import cut_folder, versions
 from train.strict_toml import nearest
 
 _LOCK = "lock"
@@ -44,11 +45,13 @@ def claim(folder: Path, config: RunConfig, allowed: Sequence[str] = ()) -> Itera
     folder.mkdir(parents=True, exist_ok=True)
     with _lock(folder):
         path = folder / CONFIG
-        if any(entry.name.isdecimal() for entry in (folder / CHECKPOINTS).glob("*")):
+        cuts = cut_folder(folder, config)
+        if versions(cuts):
             if not path.exists():
                 raise ValueError(
-                    f"{folder}: expected the {CONFIG} of the run whose checkpoints are there, got none; put it back, "
-                    "or set the folder aside (--fresh)"
+                    f"{folder}: expected the {CONFIG} of the run whose checkpoints are in {cuts}, got none; put it "
+                    "back, give this run a name of its own (--set name=...), or set them aside (--fresh does, where "
+                    "they are in the run folder)"
                 )
             _check_same(folder, load(path), config, allowed)
         write_atomic(path, to_toml(config))

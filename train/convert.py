@@ -16,9 +16,10 @@ from sat_jax.model import PolicyConfig
 from sat_jax.model.hf import export_leaves, read_tensors
 from sat_jax.model.hf_files import write_folder
 from sat_jax.model.hf_names import Layout
-from train.checkpoint import parameter_reader, read_meta
+from train.checkpoint import Folder, parameter_reader, read_meta
 from train.config import load
-from train.run_folder import CHECKPOINTS, CONFIG
+from train.run_folder import CONFIG
+from train.store import cut_folder, versions
 
 # What stands beside the weights in a Hugging Face folder and means the same after a conversion.
 _BESIDE = (
@@ -82,7 +83,7 @@ def _convert_folder(source: Path, target: Path, options: Options) -> str:
 
 def _convert_run(source: Path, target: Path, options: Options) -> str:
     config = load(source / CONFIG)
-    checkpoints = source / CHECKPOINTS
+    checkpoints = cut_folder(source, config)
     version = _version(checkpoints, options.version)
     read = parameter_reader(checkpoints, version)
     policy = config.policy.build(vocab_size=len(read(("embedding_VD",))), max_positions=config.batch.row_length)
@@ -102,8 +103,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "config.json").read_text(encoding="utf-8"))
 
 
-def _version(checkpoints: Path, wanted: int | None) -> int:
-    there = sorted(int(path.name) for path in checkpoints.glob("*") if path.name.isdecimal())
+def _version(checkpoints: Folder, wanted: int | None) -> int:
+    there = versions(checkpoints)
     if not there or (wanted is not None and wanted not in there):
         raise ValueError(
             f"checkpoint: expected {'one' if wanted is None else f'version {wanted}'}, got "

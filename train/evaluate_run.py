@@ -13,16 +13,16 @@ from rich.console import Console
 from rich.table import Table
 
 from sat_jax.mesh import make_mesh
-from train.checkpoint import Checkpoints
 from train.config import RunConfig, load
 from train.engines import Engines, attach_fleet
 from train.estimates import Interval, paired_difference
 from train.evaluate import Evaluation
 from train.records import parse_record
 from train.rewards import open_verifier
-from train.run_folder import CHECKPOINTS, CONFIG
+from train.run_folder import CONFIG
 from train.setup import Problem, evaluate_held_out, make_problem, make_publisher
 from train.start import restore
+from train.store import open_checkpoints
 
 
 def evaluate_run(target: Path, overrides: list[str], compare: Path | None = None, *, as_json: bool) -> Evaluation:
@@ -59,7 +59,7 @@ def evaluate_run(target: Path, overrides: list[str], compare: Path | None = None
 def _serve_checkpoint(config: RunConfig, problem: Problem, folder: Path) -> Iterator[Engines]:
     """The fleet at the newest checkpoint of the folder."""
     mesh = make_mesh(config.mesh)
-    with Checkpoints(folder / CHECKPOINTS, config.checkpoint.keep, read_only=True) as checkpoints:
+    with open_checkpoints(folder, config, read_only=True) as checkpoints:
         start = restore(config, problem, folder, mesh, checkpoints)
     if start is None:
         raise ValueError(f"{folder}: expected a checkpoint, got none; let the run reach its first one")

@@ -42,6 +42,7 @@ from train.staleness import BoundedSchedule, Schedule
 from train.start import start_or_restore
 from train.state import TrainState
 from train.step import Batch, Step, StepReport
+from train.store import open_checkpoints
 from train.watchdog import Watchdog
 
 
@@ -204,6 +205,12 @@ class Run:
         """Saves what a preemption would lose, where the mode can: bounded, between batches, at any version."""
         if not (isinstance(self.flow, BatchWise) or self.minibatches):
             self.save()
+        self.settle()
+
+    def settle(self) -> None:
+        """Waits until the last cut is whole."""
+        with self.phase("checkpoint"):
+            self.checkpoints.settle()
 
     def committed(self, version: int) -> None:
         """In the publishing thread, once the fleet serves `version`: evaluates if due, then asks for groups."""
@@ -237,11 +244,13 @@ class Run:
         }
         self._rewards.append(assembled.reward_mean)
         self.ledger.append(version, self.flow.buffer.entry())
+        self.checkpoints.raise_failed()
         self.report.write(version, metrics, self.flow.collector.samples(), assembled.lags)
 
     def finish(self) -> None:
-        """Waits for the last evaluation and writes the summary."""
+        """Waits for the last evaluation and the last cut, and writes the summary."""
         self.publisher.finish()
+        self.settle()
         if self._summarised():
             return
         sides = {
@@ -350,9 +359,7 @@ def open_run(config: RunConfig, folder: Path, options: Options) -> Iterator[Run]
         mesh = make_mesh(config.mesh)
         report = stack.enter_context(Report(folder, header(config, problem, mesh, folder), console=options.console))
         watchdog = stack.enter_context(Watchdog(folder, config.watchdog.seconds, report.event))
-        checkpoints = stack.enter_context(
-            Checkpoints(folder / "checkpoints", config.checkpoint.keep, keep_best=config.checkpoint.keep_best)
-        )
+        checkpoints = stack.enter_context(open_checkpoints(folder, config))
         engines = stack.enter_context(attach_fleet(config, problem, folder, report.event))
         start = start_or_restore(config, problem, folder, mesh, checkpoints, report)
         ledger = stack.enter_context(contextlib.closing(LedgerLog(folder, start.cut.state.version)))

@@ -238,11 +238,16 @@ class CheckpointConfig:
       every: steps, rounded up to the edge of a window; 0 = only at the end.
       keep: newest checkpoints that stay.
       keep_best: beside them, those with the highest training reward since the checkpoint before them.
+      path: where, a folder of the run's name is made there: a path or "gs://bucket/..."; empty = in the run folder.
+      atomic_rename: whether the file system there renames a folder in one step; if not (a mounted bucket, say), and
+        always on gs://, a marker file is written last, and what lacks it does not count.
     """
 
     every: _Maybe
     keep: _Count
     keep_best: _Maybe = 0
+    path: str = ""
+    atomic_rename: bool = True
 
     def __post_init__(self) -> None:
         check_fields(self, "checkpoint")

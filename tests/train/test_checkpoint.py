@@ -4,9 +4,11 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import threading
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from sat_jax.mesh import MeshConfig, make_mesh
@@ -60,11 +62,12 @@ def assert_same_state(left: TrainState, right: TrainState):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
-def test_a_cut_comes_back_bit_for_bit(tmp_path):
+@pytest.mark.parametrize("atomic_rename", [True, False])
+def test_a_cut_comes_back_bit_for_bit(tmp_path, atomic_rename):
     cut = make_cut()
-    with Checkpoints(tmp_path, keep=2) as checkpoints:
+    with Checkpoints(tmp_path, keep=2, atomic_rename=atomic_rename) as checkpoints:
         checkpoints.save(cut)
-    with Checkpoints(tmp_path, keep=2) as checkpoints:
+    with Checkpoints(tmp_path, keep=2, atomic_rename=atomic_rename) as checkpoints:
         back = checkpoints.restore(make_state(seed=1), IDENTITY)
     assert back is not None
     assert_same_state(back.state, cut.state)
@@ -158,6 +161,80 @@ def test_a_half_written_save_does_not_count_and_is_cleaned(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["3"]
 
 
+@pytest.fixture
+def held_back(monkeypatch):
+    """The last act of a save waits for this, and fails with what is put into `error`."""
+    release = threading.Event()
+    release.error = None
+    path_class = ocp.path.atomicity.AtomicRenameTemporaryPath
+    finalize = path_class.finalize
+
+    async def late(self, *arguments, **named):
+        assert release.wait(60)
+        if release.error is not None:
+            raise release.error
+        return await finalize(self, *arguments, **named)
+
+    monkeypatch.setattr(path_class, "finalize", late)
+    yield release
+    release.set()
+
+
+def test_training_goes_on_while_a_cut_is_written_and_what_it_changes_is_not_in_it(tmp_path, held_back):
+    cut = make_cut()
+    before = {name: np.array(array) for name, array in flatten(cut.state).items()}
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.save(cut)
+        assert not (tmp_path / "3").exists()
+        advance = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf * 2 + 1, tree), donate_argnums=0)
+        jax.block_until_ready(advance((cut.state.params, cut.state.opt_state)))
+        other = make_state(seed=1)
+        jax.block_until_ready(advance((other.params, other.opt_state)))  # takes whatever memory is free
+        held_back.set()
+        checkpoints.settle()
+        back = checkpoints.restore(make_state(seed=1), IDENTITY)
+    assert back is not None
+    for name, array in flatten(back.state).items():
+        np.testing.assert_array_equal(np.asarray(array), before[name])
+
+
+def test_what_befalls_a_save_in_the_background_stops_the_run_and_leaves_earlier_cuts(tmp_path, held_back):
+    cut = make_cut()
+    held_back.set()
+    expected = r"checkpoint: version 4 could not be written under .*no room.*earlier checkpoints are whole"
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.save(cut)
+        checkpoints.settle()
+        held_back.clear()
+        held_back.error = OSError("no room")
+        checkpoints.save(dataclasses.replace(cut, state=dataclasses.replace(cut.state, version=4)))
+        checkpoints.raise_failed()  # nothing is known yet
+        held_back.set()
+        with pytest.raises(OSError, match=expected):
+            checkpoints.settle()
+    assert [path.name for path in tmp_path.iterdir()] == ["3"]
+    with pytest.raises(OSError, match=expected), Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.save(dataclasses.replace(cut, state=dataclasses.replace(cut.state, version=4)))
+    assert [path.name for path in tmp_path.iterdir()] == ["3"]
+
+
+def test_where_folders_cannot_be_renamed_a_save_without_its_marker_does_not_count_and_is_cleaned(tmp_path):
+    cut = make_cut()
+    with Checkpoints(tmp_path, keep=3, atomic_rename=False) as checkpoints:
+        for version in (3, 4):
+            checkpoints.save(dataclasses.replace(cut, state=dataclasses.replace(cut.state, version=version)))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["3", "4"]
+    (tmp_path / "4" / "commit_success.txt").unlink()  # what a kill leaves: all but the last file
+    with Checkpoints(tmp_path, keep=3, atomic_rename=False, read_only=True) as checkpoints:
+        assert checkpoints.latest() == 3
+    assert (tmp_path / "4").exists()
+    with Checkpoints(tmp_path, keep=3, atomic_rename=False) as checkpoints:
+        assert checkpoints.latest() == 3
+        assert not (tmp_path / "4").exists()
+        checkpoints.save(dataclasses.replace(cut, state=dataclasses.replace(cut.state, version=4)))
+    assert (tmp_path / "4" / "commit_success.txt").exists()
+
+
 def test_a_full_disk_is_one_clear_error_and_the_earlier_checkpoint_stays(tmp_path):
     script = """
         import resource, signal, sys
@@ -168,11 +245,13 @@ def test_a_full_disk_is_one_clear_error_and_the_earlier_checkpoint_stays(tmp_pat
         cut = make_cut()
         with Checkpoints(Path(sys.argv[1]), keep=2) as checkpoints:
             checkpoints.save(cut)
+            checkpoints.settle()
             # The kernel refuses to let a file grow: what a full disk looks like to every library below us.
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
             try:
                 checkpoints.save(dataclasses.replace(cut, state=dataclasses.replace(cut.state, version=4)))
+                checkpoints.settle()
             except OSError as error:
                 print("error:", error)
             print("latest:", checkpoints.latest())

@@ -63,7 +63,9 @@ def test_a_half_written_checkpoint_binds_nothing(tmp_path):
 def test_checkpoints_without_their_config_are_refused(tmp_path):
     pretend_checkpoint(tmp_path)
     with (
-        pytest.raises(ValueError, match=r"expected the config\.toml of the run whose checkpoints are there"),
+        pytest.raises(
+            ValueError, match=r"expected the config\.toml of the run whose checkpoints are in .*checkpoints, got none"
+        ),
         claim(tmp_path, CONFIG),
     ):
         pass

@@ -129,11 +129,10 @@ def test_a_damaged_checkpoint_is_refused(run, tmp_path):
     meta = json.loads(path.read_text())
     name = "['params']['layers']['up_EDF'].value"
     digest = meta["arrays"][name]
-    path.write_text(path.read_text().replace(digest, digest[::-1]))
-    expected = (
-        rf"checkpoint 2: expected {re.escape(name)} of digest {digest[::-1]}, got {digest} .*convert another version"
-    )
-    with pytest.raises(ValueError, match=expected):
+    other = digest.replace(digest[:16], "0" * 16)
+    path.write_text(path.read_text().replace(digest, other))
+    expected = re.escape(f"checkpoint 2: expected {name} of digest {other}, got {digest} ")
+    with pytest.raises(ValueError, match=expected + ".*convert another version"):
         convert(damaged, tmp_path / "there", Options())
     assert not (tmp_path / "there").exists()
     shutil.rmtree(damaged / "checkpoints" / "2" / "state" / "d")

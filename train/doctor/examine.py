@@ -19,7 +19,6 @@ from rollout_bridge.client import Client
 from rollout_bridge.errors import BridgeError
 from sat_jax.mesh import make_mesh
 from train.chat import StopTokens, stop_tokens
-from train.checkpoint import Checkpoints
 from train.config import RunConfig
 from train.data import read_examples
 from train.doctor import data, live
@@ -30,11 +29,11 @@ from train.doctor.verifier import ask, check_verdicts
 from train.engines import Engines, attach_fleet
 from train.publish import Published
 from train.rewards import open_verifier
-from train.run_folder import CHECKPOINTS
 from train.seeds import derive_seed
 from train.setup import Problem, make_problem, make_publisher
 from train.start import restore
 from train.state import TrainState, init_policy, init_state
+from train.store import cut_folder, open_checkpoints
 
 _COMPILE_SECONDS = 180.0
 
@@ -179,8 +178,8 @@ def _examine_samples(trainer: live.Trainer, engines: Engines, trained: bool) -> 
 
 def _weights(config: RunConfig, problem: Problem, folder: Path, mesh: Mesh) -> tuple[TrainState, nnx.GraphDef, bool]:
     """The newest checkpoint's, or the run's initial ones; and whether they are trained."""
-    if (folder / CHECKPOINTS).is_dir():
-        with Checkpoints(folder / CHECKPOINTS, config.checkpoint.keep, read_only=True) as checkpoints:
+    if cut_folder(folder, config).exists():
+        with open_checkpoints(folder, config, read_only=True) as checkpoints:
             start = restore(config, problem, folder, mesh, checkpoints)
         if start is not None:
             return start.cut.state, start.graph, True
