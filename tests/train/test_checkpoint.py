@@ -161,11 +161,14 @@ def test_a_half_written_save_does_not_count_and_is_cleaned(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["3"]
 
 
+class Held(threading.Event):
+    error: OSError | None = None
+
+
 @pytest.fixture
 def held_back(monkeypatch):
     """The last act of a save waits for this, and fails with what is put into `error`."""
-    release = threading.Event()
-    release.error = None
+    release = Held()
     path_class = ocp.path.atomicity.AtomicRenameTemporaryPath
     finalize = path_class.finalize
 
