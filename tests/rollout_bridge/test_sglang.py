@@ -69,7 +69,7 @@ def sample(engine, request, cancelled=None):
     return list(engine.sample(request, cancelled or threading.Event()))
 
 
-def eventually(what, seconds=5.0):
+def eventually(what, seconds=30.0):
     end = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < end, "did not come to pass"
@@ -200,11 +200,12 @@ def test_tokens_of_an_unverified_version_wait_for_the_verdict(both, make_request
     server, engine = both
     publish(engine, 1)
     server.seconds_per_token = 0.005
-    verdict = threading.Event()
+    asked, verdict = threading.Event(), threading.Event()
     original = server.weights_checker
 
     def checker(body):
-        verdict.wait(5)
+        asked.set()
+        verdict.wait(30)
         return original(body) if passes else 400
 
     server.weights_checker = checker
@@ -220,7 +221,8 @@ def test_tokens_of_an_unverified_version_wait_for_the_verdict(both, make_request
 
         committing = threading.Thread(target=commit)
         committing.start()
-        eventually(lambda: "/weights_checker" in server.calls[-3:] and server.running == 0)
+        assert asked.wait(30)
+        eventually(lambda: server.running == 0)
         time.sleep(0.05)
         assert found == []
         verdict.set()
@@ -312,6 +314,7 @@ def test_a_400_that_changed_the_weights_is_doubt_and_sampling_goes_on_only_after
     [
         ("/pause_generation", 1),
         ("/flush_cache", 1),
+        ("/update_weight_version", -1),
         ("/update_weights_from_disk", -1),
         ("/weights_checker", -1),
     ],
