@@ -10,6 +10,7 @@ commit) gets it pushed again before it gets traffic.
 
 import dataclasses
 import enum
+import logging
 import random
 import threading
 import time
@@ -19,7 +20,7 @@ from typing import TypeVar
 import numpy as np
 
 from rollout_bridge.client import Client, Stream
-from rollout_bridge.errors import Fatal, NotStaged, Retryable
+from rollout_bridge.errors import BridgeError, Fatal, NotStaged, Retryable
 from rollout_bridge.messages import (
     Completion,
     EngineStatus,
@@ -116,9 +117,14 @@ class Endpoint:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends everything. Returns once the thread has ended (or after a few seconds, if a hook holds it)."""
+        """Gives the engine back and ends everything. Returns once the thread has ended, or a hook has held it long."""
         self._closing.set()
         self.recheck()
+        if self.client.options.lease is not None and self.state is not State.LOST:
+            try:
+                self.client.release()
+            except BridgeError as error:  # nothing else is to be done here: it is free by itself, a little later
+                logging.getLogger(__name__).info("%s keeps the lease until it has run out: %s", self.address, error)
         self.client.close()
         self._thread.join(timeout=5.0)
 

@@ -257,7 +257,7 @@ class Fleet:
         return self.commit(weights.version, probe, in_flight)
 
     def close(self) -> None:
-        """Ends everything; whoever iterates `sample` gets an error. The engines go on."""
+        """Ends everything; whoever iterates `sample` gets an error. The engines go on, free for another trainer."""
         with self._changed:
             self._router.closed = True
             calls = list(self._calls)
@@ -265,8 +265,7 @@ class Fleet:
         for call in calls:
             call.fail(Fatal("sample: the fleet was closed"))
             call.cancel()
-        for endpoint in self._endpoints:
-            endpoint.close()
+        self._everywhere(lambda endpoint: endpoint.close())
         self._workers.close()
 
     def __enter__(self) -> "Fleet":
