@@ -108,14 +108,15 @@ def switch(
       load: does it, and gives them their name with the last of them.
       abort: whether running requests end with what they have; else they keep it and rebuild their cache.
       seconds: for every call.
-      changing: called when the next call may change the weights, whatever it answers.
+      changing: called when the next call may change the weights, whatever it answers, and when sampling could not be
+        made to go on.
 
     Raises:
-      Retryable: before `changing`, the old weights serve as before; after it, nobody knows.
+      Retryable: without `changing`, the old weights serve as before; after it, nobody knows.
       Fatal: the same.
     """
-    http.post("/pause_generation", {"mode": "abort" if abort else "retract"}, seconds)
     try:
+        http.post("/pause_generation", {"mode": "abort" if abort else "retract"}, seconds)
         _flush(http)
         changing()
         # A load that breaks off leaves weights of both versions, and the server goes on under the name that it has: it
@@ -123,7 +124,11 @@ def switch(
         http.post("/update_weight_version", {"new_version": torn(tag), "abort_all_requests": False}, seconds)
         load()
     finally:
-        http.post("/continue_generation", {}, seconds)
+        try:
+            http.post("/continue_generation", {}, seconds)
+        except BaseException:
+            changing()  # a server that stays paused serves nothing
+            raise
 
 
 def checksum(http: SglangHttp, seconds: float) -> str:

@@ -1,6 +1,7 @@
 """One real server for the whole group, a bridge over it, and a trainer's policies."""
 
 import contextlib
+import gc
 import tempfile
 import threading
 import time
@@ -28,6 +29,13 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.timeout(600))
             # Connections that a killed server has reset are closed when the HTTP client's objects are collected.
             item.add_marker(pytest.mark.filterwarnings(_LEFT_OPEN))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def collected():
+    """Ends last, while the filter above still holds: what is left open must not be found only after all tests."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture(scope="session")
