@@ -134,19 +134,21 @@ def _engine(arguments: argparse.Namespace) -> Engine:
     if arguments.engine == "fake":
         return FakeEngine(fake_model(), version=arguments.fake_version)
     from rollout_bridge.engines.sglang import SglangConfig, SglangEngine
-    from rollout_bridge.engines.sglang_group import GroupConfig
+    from rollout_bridge.engines.sglang_group import GroupConfig, require_pytorch
 
     if not arguments.url:
         raise ValueError("--url: expected http://HOST:PORT of the SGLang server with --engine sglang, got none")
     group = None
     if arguments.transport == "distributed":
+        python = arguments.sender_python or pathlib.Path(sys.executable)
         group = GroupConfig.with_python(
-            arguments.sender_python or pathlib.Path(sys.executable),
+            python,
             backend=arguments.group_backend,
             address=arguments.group_address,
             device=arguments.group_device,
             bucket_bytes=arguments.bucket_mebibytes << 20,
         )
+        require_pytorch(python)
     engine = SglangEngine(
         SglangConfig(
             url=arguments.url,

@@ -28,6 +28,7 @@ BACKENDS = ("gloo", "nccl")
 _SENDER = Path(__file__).with_name("torch_sender.py")
 _ANSWER_SECONDS = 60.0  # for the sender to say that it has done what the server has already confirmed
 _END_SECONDS = 10.0
+_IMPORT_SECONDS = 120.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +66,24 @@ class GroupConfig:
     def with_python(cls, python: Path, **fields: Any) -> "GroupConfig":
         """A group whose sender is run by this interpreter. Keywords as the attributes."""
         return cls(sender=(str(python), "-P", str(_SENDER)), **fields)  # -P: its folder holds a module called sglang
+
+
+def require_pytorch(python: Path) -> None:
+    """Sees whether a sender could run, before a push needs it.
+
+    Raises:
+      ValueError: this is no interpreter, or it has no PyTorch with distributed.
+    """
+    command = [str(python), "-P", "-c", "import torch.distributed as d; raise SystemExit(not d.is_available())"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_SECONDS, check=False)
+        said = "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no torch.distributed in it"])[-1]
+    except (OSError, subprocess.TimeoutExpired) as error:
+        said = str(error)
+    if said:
+        raise ValueError(
+            f"sender: expected an interpreter with PyTorch, got {python}: {said}; name SGLang's (--sender-python)"
+        )
 
 
 class Sender:
@@ -180,7 +199,7 @@ class ByGroup:
         if joined is not None and joined.instance is instance and joined.sender.alive():
             return
         if joined is not None:
-            self._leave(joined, instance)
+            self._leave(joined)
         self._joined = self._join(instance)
 
     def load(self, push: Push, tag: str, seconds: float) -> None:
@@ -252,15 +271,14 @@ class ByGroup:
             self._open.add(sender)
         return sender
 
-    def _leave(self, joined: _Joined, instance: Instance) -> None:
-        """Ends a group; in the server too, if it is still the one that was in it."""
+    def _leave(self, joined: _Joined) -> None:
+        """Ends a group, in the server too."""
         self._joined = None
         self._end(joined.sender)
-        if joined.instance is instance:
-            try:
-                self._http.post("/destroy_weights_update_group", {"group_name": joined.name}, self._config.join_seconds)
-            except Refused as error:  # the server does not have it any more, which is what was wanted
-                logging.getLogger(__name__).info("%s", error)
+        try:
+            self._http.post("/destroy_weights_update_group", {"group_name": joined.name}, self._config.join_seconds)
+        except Refused as error:  # it restarted: it does not have the group, which is what was wanted
+            logging.getLogger(__name__).info("%s", error)
 
     def _end(self, sender: Sender) -> None:
         sender.kill()

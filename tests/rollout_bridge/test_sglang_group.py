@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -131,11 +132,14 @@ def test_a_sender_killed_in_an_update_leaves_nothing_serving_and_the_next_push_i
 def test_a_refusal_that_is_the_servers_own_is_not_tried_again(both, monkeypatch):
     server, engine = both
     publish(engine, 1)
-    original = server.update_weights_from_distributed
-    monkeypatch.setattr(server, "update_weights_from_distributed", lambda body: original(body) and 400)
-    with pytest.raises(Refused):
-        publish(engine, 2)
+    original, sender = server.update_weights_from_distributed, engine._transport.sender
+    with monkeypatch.context() as patched:
+        patched.setattr(server, "update_weights_from_distributed", lambda body: original(body) and 400)
+        with pytest.raises(Refused):
+            publish(engine, 2)
     assert engine.status().serving is Serving.NOT_SERVING
+    assert not sender.alive()  # what it has sent and what was taken may differ by now
+    assert publish(engine, 3)[1].mean_abs == 0
 
 
 def test_tokens_of_torn_weights_reach_nobody(both, monkeypatch, make_request):
@@ -249,6 +253,18 @@ def test_the_command_line_makes_the_group(capsys, tmp_path):
     serve = ["serve", "--engine", "sglang", "--listen", "127.0.0.1:0", "--stage-folder", str(tmp_path)]
     assert main([*serve, "--url", "http://127.0.0.1:9", "--transport", "distributed", "--group-backend", "nccl"]) == 2
     assert "expected cuda:N with the backend nccl" in capsys.readouterr().err
+
+
+def test_an_interpreter_without_pytorch_is_refused_at_the_start(capsys, tmp_path):
+    serve = ["serve", "--engine", "sglang", "--listen", "127.0.0.1:0", "--stage-folder", str(tmp_path)]
+    serve += ["--url", "http://127.0.0.1:9", "--transport", "distributed", "--sender-python"]
+    bare = tmp_path / "python"  # the tests' own may have one
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E "$@"\n')
+    bare.chmod(0o755)
+    assert main([*serve, str(bare)]) == 2
+    assert re.search(r"with PyTorch, got .*: ModuleNotFoundError: No module named 'torch'", capsys.readouterr().err)
+    assert main([*serve, "/no/such/python"]) == 2
+    assert re.search(r"with PyTorch, got /no/such/python: .*--sender-python", capsys.readouterr().err)
 
 
 def test_the_sender_answers_every_order_in_turn():
