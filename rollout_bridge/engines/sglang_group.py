@@ -125,7 +125,7 @@ class Sender:
         try:
             self._process.stdin.write(json.dumps(order) + "\n")
             self._process.stdin.flush()
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError is Python's word for a pipe that `kill` has closed
             raise Retryable(
                 f"sender: expected it to take {order['do']!r}, it has ended; see its words above"
             ) from error

@@ -214,6 +214,11 @@ def test_a_sender_ends_with_its_orders():
     sender._process.stdin.close()
     assert sender._process.wait(30.0) == 0
     sender.kill()
+    with pytest.raises(Retryable, match="it has ended"):
+        sender.order({"do": "listen"})
+    for _ in range(2):  # whoever asks, and asks again
+        with pytest.raises(Retryable, match="it ended with 0"):
+            sender.answer(30.0)
 
 
 def test_without_pytorch_the_way_out_is_named(sglang, attach):

@@ -32,6 +32,12 @@ class BridgeProcess:
         assert found, line
         assert found[1] == self.address
 
+    def children(self) -> list[int]:
+        """Process ids of what it has started."""
+        assert self._process is not None
+        pid = self._process.pid
+        return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in _children(task)]
+
     def kill(self) -> None:
         """SIGKILL; a second time it does nothing."""
         process, self._process = self._process, None
@@ -40,3 +46,15 @@ class BridgeProcess:
             process.wait(30)
             assert process.stdout is not None
             process.stdout.close()
+
+
+def alive(pid: int) -> bool:
+    """Whether there is such a process that has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def _children(task: Path) -> list[str]:
+    return (task / "children").read_text().split()

@@ -6,9 +6,10 @@ import signal
 
 import pytest
 
-from rollout_bridge import BridgeError, InFlight, Serving, serve
+from rollout_bridge import BridgeError, ClientOptions, Fleet, FleetOptions, InFlight, Serving, serve
 from rollout_bridge.engines.sglang import SglangConfig, SglangEngine
 from rollout_bridge.engines.sglang_group import GroupConfig, Sender
+from tests.sglang.bridge import BridgeProcess, alive
 from tests.sglang.conftest import ADMIN_KEY, eventually, sampling
 from tests.sglang.test_serving import assert_reproduced, checksum_of
 from tests.sglang_cpu.server import python_of_sglang
@@ -150,3 +151,29 @@ def test_a_server_that_restarts_in_an_update_gets_a_new_group_and_a_whole_push(
     request = trainer.request(0, members=2)
     for completion in fleet.sample([request]):
         assert_reproduced(trainer, request, completion, {weights.version: 2})
+
+
+def test_a_killed_bridge_leaves_no_sender_and_its_successor_makes_a_group_of_its_own(
+    server, stage_folder, trainer, versions, tmp_path
+):
+    key = tmp_path / "admin-key"
+    key.write_text(ADMIN_KEY)
+    arguments = ["--transport", "distributed", "--sender-python", str(python_of_sglang())]
+    bridge = BridgeProcess(server.url, stage_folder, "--admin-key-file", str(key), *arguments)
+    bridge.start()
+    try:
+        options = FleetOptions(client=ClientOptions(attempts=1), publish_seconds=400.0)
+        with Fleet([bridge.address], options=options) as fleet:
+            fleet.wait_ready(120.0)
+            one = fleet.publish(trainer.weights(versions(), 1), trainer.probe(1), InFlight.RETRACT)
+            (sender,) = bridge.children()
+            bridge.kill()
+            eventually(lambda: not alive(sender))
+            bridge.start()
+            other = fleet.publish(trainer.weights(versions(), 2), trainer.probe(2), InFlight.RETRACT)
+            again = fleet.publish(trainer.weights(versions(), 1), trainer.probe(1), InFlight.RETRACT)
+        assert max(one.mean_abs, other.mean_abs, again.mean_abs) < 1e-5
+        (first,), (second,) = ({r.checksum for r in report.engines.values()} for report in (one, again))
+        assert first == second == checksum_of(server)
+    finally:
+        bridge.kill()
