@@ -93,6 +93,21 @@ def _sglang_arguments(verb: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--wait-seconds", type=float, default=1800.0, metavar="S", help="for the server's first answer (default: 1800)"
     )
+    group = verb.add_argument_group("--engine sglang --transport distributed")
+    ways = "disk (default): the server reads what is staged; distributed: a sender with PyTorch broadcasts it"
+    group.add_argument("--transport", choices=["disk", "distributed"], default="disk", help=ways)
+    group.add_argument("--group-backend", default="gloo", metavar="NAME", help="gloo (default) or nccl")
+    group.add_argument(
+        "--group-address", default="127.0.0.1", metavar="HOST", help="of this host, as the server's workers reach it"
+    )
+    device = "of the sender: cpu (default) or cuda:N; NCCL wants a GPU that the server does not use"
+    group.add_argument("--group-device", default="cpu", metavar="NAME", help=device)
+    group.add_argument(
+        "--sender-python", type=pathlib.Path, metavar="PATH", help="interpreter with PyTorch; default: this one"
+    )
+    group.add_argument(
+        "--bucket-mebibytes", type=int, default=256, metavar="N", help="broadcast at once (default: 256)"
+    )
 
 
 def _serve(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
@@ -119,9 +134,21 @@ def _engine(arguments: argparse.Namespace) -> Engine:
     if arguments.engine == "fake":
         return FakeEngine(fake_model(), version=arguments.fake_version)
     from rollout_bridge.engines.sglang import SglangConfig, SglangEngine
+    from rollout_bridge.engines.sglang_group import GroupConfig, require_pytorch
 
     if not arguments.url:
         raise ValueError("--url: expected http://HOST:PORT of the SGLang server with --engine sglang, got none")
+    group = None
+    if arguments.transport == "distributed":
+        python = arguments.sender_python or pathlib.Path(sys.executable)
+        group = GroupConfig.with_python(
+            python,
+            backend=arguments.group_backend,
+            address=arguments.group_address,
+            device=arguments.group_device,
+            bucket_bytes=arguments.bucket_mebibytes << 20,
+        )
+        require_pytorch(python)
     engine = SglangEngine(
         SglangConfig(
             url=arguments.url,
@@ -129,6 +156,7 @@ def _engine(arguments: argparse.Namespace) -> Engine:
             admin_key=read_token({}, None, arguments.admin_key_file),
             model=arguments.model,
             stage_folder=arguments.stage_folder,
+            group=group,
         )
     )
     try:

@@ -209,6 +209,10 @@ class Client:
         """Ends these requests (all, if None); each open member returns what it has as ABORT."""
         self._call(self._stub.Abort, "Abort", codec.encode_abort(request_ids), self.options.control_seconds)
 
+    def release(self) -> None:
+        """Gives back the lease, from one attempt."""
+        self._attempt(self._stub.ReleaseLease, "ReleaseLease", codec.Release(), self.options.control_seconds)
+
     def close(self) -> None:
         """Ends every call and the connection."""
         self._channel.close()
@@ -220,15 +224,15 @@ class Client:
         self.close()
 
     def _call(self, method: Callable[..., Any], name: str, request: Any, seconds: float) -> Any:
-        def attempt() -> Any:
-            try:
-                return method(request, timeout=seconds, metadata=self._metadata)
-            except grpc.RpcError as error:
-                raise self._error(error, name) from error
-            except ValueError as error:  # gRPC's word for a channel that was closed under the call
-                raise Fatal(f"{self._name(name)}: {error}") from error
+        return self._repeat(lambda: self._attempt(method, name, request, seconds))
 
-        return self._repeat(attempt)
+    def _attempt(self, method: Callable[..., Any], name: str, request: Any, seconds: float) -> Any:
+        try:
+            return method(request, timeout=seconds, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise self._error(error, name) from error
+        except ValueError as error:  # gRPC's word for a channel that was closed under the call
+            raise Fatal(f"{self._name(name)}: {error}") from error
 
     def _stream(
         self, method: Callable[..., Any], name: str, request: Any, seconds: float, decode: Callable[[Any], T]

@@ -39,9 +39,9 @@ T = TypeVar("T")
 
 # The requests and replies that say nothing but their name.
 stage_reply = pb.StageReply.FromString
-GetModel, Discard, Resume = pb.GetModelRequest, pb.DiscardRequest, pb.ResumeRequest
-Discarded, Paused, Resumed, Aborted = pb.DiscardReply, pb.PauseReply, pb.ResumeReply, pb.AbortReply
-
+GetModel, Discard, Resume, Release = pb.GetModelRequest, pb.DiscardRequest, pb.ResumeRequest, pb.ReleaseRequest
+Discarded, Paused, Resumed = pb.DiscardReply, pb.PauseReply, pb.ResumeReply
+Aborted, Released = pb.AbortReply, pb.ReleaseReply
 ERROR_KEY = "sat-jax-rollout-error-bin"
 SERVICE = pb.DESCRIPTOR.services_by_name["RolloutBridge"].full_name
 

@@ -117,6 +117,11 @@ class Workers:
                 threading.Thread(target=self._run, name=f"fleet-sample-{self._threads}", daemon=True).start()
             self._condition.notify()
 
+    def allow(self, limit: int) -> None:
+        """At most so many from now on; those that there are stay."""
+        with self._condition:
+            self._limit = limit
+
     def close(self) -> None:
         """Lets idle threads end."""
         with self._condition:

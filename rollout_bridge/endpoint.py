@@ -10,6 +10,7 @@ commit) gets it pushed again before it gets traffic.
 
 import dataclasses
 import enum
+import logging
 import random
 import threading
 import time
@@ -19,7 +20,7 @@ from typing import TypeVar
 import numpy as np
 
 from rollout_bridge.client import Client, Stream
-from rollout_bridge.errors import Fatal, NotStaged, Retryable
+from rollout_bridge.errors import BridgeError, Fatal, Left, NotStaged, Retryable
 from rollout_bridge.messages import (
     Completion,
     EngineStatus,
@@ -105,6 +106,7 @@ class Endpoint:
         self._settled = threading.Event()
         self._settled.set()
         self._closing = threading.Event()
+        self._leaving = threading.Event()
         self._pause = _RECONNECT_SECONDS[0]
         self._watch: Stream[EngineStatus] | None = None
         self._missed = True  # it was said that it does not answer; before its first answer nobody need be told
@@ -115,10 +117,19 @@ class Endpoint:
         """Begins to follow the engine."""
         self._thread.start()
 
+    def leave(self) -> None:
+        """Takes no more part in a push. Its router asks nothing new of it; what runs there goes on until `close`."""
+        self._leaving.set()
+
     def close(self) -> None:
-        """Ends everything. Returns once the thread has ended (or after a few seconds, if a hook holds it)."""
+        """Gives the engine back and ends everything. Returns once the thread has ended, or a hook has held it long."""
         self._closing.set()
         self.recheck()
+        if self.client.options.lease is not None and self.state is not State.LOST:
+            try:
+                self.client.release()
+            except BridgeError as error:  # nothing else is to be done here: it is free by itself, a little later
+                logging.getLogger(__name__).info("%s keeps the lease until it has run out: %s", self.address, error)
         self.client.close()
         self._thread.join(timeout=5.0)
 
@@ -235,7 +246,7 @@ class Endpoint:
             self._mark(State.BEHIND, f"serves version {status.version}")
             with self._pushing:
                 status = self.client.status()  # a commit may just have ended
-                published = self._ties.target()
+                published = None if self._leaving.is_set() else self._ties.target()
                 if not self._fits(status) and published is not None and status.serving is not Serving.PAUSED:
                     status = self._restore(published, status)
         self._note(status)
@@ -274,13 +285,16 @@ class Endpoint:
         """Repeats while the failure is Retryable and time is left; in between, a lost engine may be restored."""
         end = time.monotonic() + seconds
         while True:
+            if self._leaving.is_set():
+                raise Left(f"{what} at {self.address}: it has left the fleet")
             if self.failure is not None:
                 raise self.failure
             try:
                 with self._pushing:
                     return attempt(max(end - time.monotonic(), 1.0))
             except Retryable as error:
-                if time.monotonic() > end or self._closing.is_set():
+                over = time.monotonic() > end or self._closing.is_set()
+                if over and not self._leaving.is_set():
                     raise Retryable(
                         f"{what} at {self.address}: expected an end within {seconds} s, got none; last: {error}"
                     ) from error

@@ -13,6 +13,10 @@ class Busy(Retryable):
     """Another call holds what this one needs; the engine itself is well."""
 
 
+class Left(Retryable):
+    """The engine does not belong to the fleet any more: nothing that was asked of it is missing."""
+
+
 class Fatal(BridgeError):
     """Will not succeed if repeated: wrong model, wrong shapes, refused version, failed verification, bad request."""
 

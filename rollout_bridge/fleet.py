@@ -8,9 +8,10 @@ from typing import TypeVar
 
 from rollout_bridge.checks import check_manifest, check_probe, check_request
 from rollout_bridge.client import Client, ClientOptions
+from rollout_bridge.discovery import PREFIX, Follow, resolve
 from rollout_bridge.dispatch import Counts, Limits, Router, SampleCall, Workers
 from rollout_bridge.endpoint import Endpoint, Published, State, Ties
-from rollout_bridge.errors import Fatal, Retryable
+from rollout_bridge.errors import Fatal, Left, Retryable
 from rollout_bridge.messages import (
     Completion,
     EngineStatus,
@@ -45,7 +46,10 @@ class FleetOptions:
       heartbeat_seconds: an engine's state is looked at this often even when it does not change.
       on_lost: called with the endpoint, in a thread of its own, before each attempt to reach a lost engine again: the
         place to restart a local one. What it raises is raised by `sample`, `stage` and `commit`.
-      on_event: called with a kind (lost, ready, republish, failed) and a text, from any thread.
+      on_event: called with a kind (lost, ready, republish, failed; of names also joined, left, unresolved) and a text,
+        from any thread.
+      resolve: gives the addresses that endpoints stand for at the moment; raises ValueError where there are none.
+      resolve_seconds: from one look at the addresses of "dns:" endpoints to the next.
     """
 
     client: ClientOptions = dataclasses.field(default_factory=ClientOptions)
@@ -56,6 +60,8 @@ class FleetOptions:
     heartbeat_seconds: float = 5.0
     on_lost: Callable[[str], None] | None = None
     on_event: Callable[[str, str], None] = _ignore
+    resolve: Callable[[Sequence[str]], tuple[str, ...]] = resolve
+    resolve_seconds: float = 10.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,15 +103,18 @@ class Fleet:
         """Begins to connect and returns at once.
 
         Args:
-          endpoints: host:port of each bridge.
+          endpoints: host:port of each bridge; "dns:name:port" stands for every address of a name, looked up again and
+            again: a new one joins and is pushed to before it gets a request, one that is gone gets none any more.
           options: see there.
 
         Raises:
-          ValueError: no endpoint, one twice, or the security is not enough for one.
+          ValueError: no endpoint, one twice, a name without addresses, or the security is not enough for one.
         """
-        if not endpoints or len(set(endpoints)) != len(endpoints):
-            raise ValueError(f"fleet: expected one or more distinct endpoints, got {list(endpoints)}")
         self.options = options or FleetOptions()
+        addresses = self.options.resolve(endpoints)
+        if not addresses or len(set(addresses)) != len(addresses):
+            raise ValueError(f"fleet: expected one or more distinct endpoints, got {list(addresses)}")
+        self._named = tuple(endpoints)
         self._changed = threading.Condition()
         self._model: tuple[str, ModelInfo] | None = None
         self._target: Published | None = None
@@ -113,7 +122,7 @@ class Fleet:
         self._publishing = threading.Lock()
         self._counts = Counts()
         self._calls: set[SampleCall] = set()
-        ties = Ties(
+        self._ties = Ties(
             changed=self._changed,
             target=lambda: self._target,
             agree=self._agree,
@@ -121,7 +130,9 @@ class Fleet:
             on_event=self._tell,
             heartbeat_seconds=self.options.heartbeat_seconds,
         )
-        self._endpoints = [Endpoint(Client(e, options=self.options.client), ties) for e in endpoints]
+        self._endpoints = self._connect(addresses)
+        self._leaving: list[Endpoint] = []
+        self._unresolved = ""
         limits = Limits(
             progress_seconds=self.options.progress_seconds,
             max_failures=self.options.max_failures,
@@ -131,6 +142,8 @@ class Fleet:
         self._workers = Workers(limits.max_streams * len(self._endpoints))
         for endpoint in self._endpoints:
             endpoint.start()
+        follows = any(endpoint.startswith(PREFIX) for endpoint in endpoints)
+        self._follow = Follow(self._look, self.options.resolve_seconds) if follows else None
 
     def wait_ready(self, timeout: float) -> ModelInfo:
         """Waits until every engine has answered; they need not serve anything yet.
@@ -257,7 +270,9 @@ class Fleet:
         return self.commit(weights.version, probe, in_flight)
 
     def close(self) -> None:
-        """Ends everything; whoever iterates `sample` gets an error. The engines go on."""
+        """Ends everything; whoever iterates `sample` gets an error. The engines go on, free for another trainer."""
+        if self._follow is not None:
+            self._follow.close()
         with self._changed:
             self._router.closed = True
             calls = list(self._calls)
@@ -265,8 +280,8 @@ class Fleet:
         for call in calls:
             call.fail(Fatal("sample: the fleet was closed"))
             call.cancel()
-        for endpoint in self._endpoints:
-            endpoint.close()
+        with concurrent.futures.ThreadPoolExecutor(max(len(self._endpoints), 1)) as pool:
+            list(pool.map(Endpoint.close, [*self._endpoints, *self._leaving]))
         self._workers.close()
 
     def __enter__(self) -> "Fleet":
@@ -288,10 +303,47 @@ class Fleet:
 
     def _everywhere(self, act: Callable[[Endpoint], T]) -> tuple[dict[str, T], dict[str, BaseException]]:
         """Does it at every endpoint at once; returns what came of it and what failed, by endpoint."""
-        with concurrent.futures.ThreadPoolExecutor(len(self._endpoints), thread_name_prefix="fleet-publish") as pool:
-            pending = {endpoint.address: pool.submit(act, endpoint) for endpoint in self._endpoints}
-        failures = {address: error for address, future in pending.items() if (error := future.exception())}
-        return {address: future.result() for address, future in pending.items() if address not in failures}, failures
+        endpoints = self._endpoints
+        with concurrent.futures.ThreadPoolExecutor(len(endpoints), thread_name_prefix="fleet-publish") as pool:
+            pending = {endpoint.address: pool.submit(act, endpoint) for endpoint in endpoints}
+        errors = {address: error for address, future in pending.items() if (error := future.exception())}
+        done = {address: future.result() for address, future in pending.items() if address not in errors}
+        stayed = {address: error for address, error in errors.items() if not isinstance(error, Left)}
+        return done, stayed if done else errors  # an act that nobody did is none
+
+    def _connect(self, addresses: Sequence[str]) -> list[Endpoint]:
+        return [Endpoint(Client(address, options=self.options.client), self._ties) for address in addresses]
+
+    def _look(self) -> None:
+        """Looks which addresses there are; what has come joins, what is gone leaves."""
+        try:
+            addresses = dict.fromkeys(self.options.resolve(self._named))
+            if not addresses:
+                raise ValueError(f"fleet: expected one or more endpoints of {list(self._named)}, got none")
+            joined = self._connect([address for address in addresses if address not in self.status()])
+        except ValueError as error:  # the next look may find them; until then the fleet stays as it is
+            if str(error) != self._unresolved:  # once
+                self._unresolved = str(error)
+                self._tell("unresolved", str(error))
+            return
+        self._unresolved = ""
+        with self._changed:
+            left = [endpoint for endpoint in self._endpoints if endpoint.address not in addresses]
+            self._endpoints = [endpoint for endpoint in self._endpoints if endpoint not in left] + joined
+            self._router.endpoints = self._endpoints
+            self._workers.allow(self.options.max_streams * len(self._endpoints))
+            self._leaving += left
+            idle = [endpoint for endpoint in self._leaving if not endpoint.streams]
+            self._leaving = [endpoint for endpoint in self._leaving if endpoint.streams]
+            self._changed.notify_all()
+        for endpoint in left:
+            endpoint.leave()
+            self._tell("left", endpoint.describe())
+        for endpoint in joined:
+            endpoint.start()
+            self._tell("joined", endpoint.address)
+        for endpoint in idle:
+            endpoint.close()
 
     def _agree(self, address: str, model: ModelInfo) -> None:
         with self._changed:

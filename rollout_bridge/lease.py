@@ -1,14 +1,15 @@
 """Who publishes to an engine: one trainer at a time, and of one run only its latest start.
 
-A trainer that lives shows it with every call and with the state that it follows; one that was silent for long enough
-has lost the engine. A run that was resumed takes over from its former start at once, and may go back to an older
-version: what that one had published since is not part of the run any more.
+A trainer that lives shows it with every call and with the state that it follows; one that ends gives the engine back,
+and one that was silent for long enough has lost it. A run that was resumed takes over from its former start at once,
+and may go back to an older version: what that one had published since is not part of the run any more.
 """
 
 import dataclasses
 import threading
 import time
 import urllib.parse
+from collections.abc import Callable
 
 from rollout_bridge.errors import Fatal
 
@@ -50,13 +51,15 @@ NOBODY = Lease(holder="a client without a lease", start="")
 class LeaseBook:
     """Keeps who holds one engine. Every method may be called from any thread."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         """Begins free.
 
         Args:
           seconds: of silence after which a holder has lost it.
+          clock: seconds since whenever.
         """
         self._seconds = seconds
+        self._clock = clock
         self._lock = threading.Lock()
         self._held: Lease | None = None
         self._since = self._seen = 0.0
@@ -66,7 +69,13 @@ class LeaseBook:
         """A sign of life; of others than the holder it means nothing."""
         with self._lock:
             if lease == self._held:
-                self._seen = time.monotonic()
+                self._seen = self._clock()
+
+    def release(self, lease: Lease) -> None:
+        """Gives it back; of others than the holder it means nothing."""
+        with self._lock:
+            if lease == self._held:
+                self._held = None
 
     def claim(self, lease: Lease) -> None:
         """Makes it the holder, if that is allowed.
@@ -75,7 +84,7 @@ class LeaseBook:
           Fatal: another trainer holds it, or a later start of the same run has taken over.
         """
         with self._lock:
-            now, held = time.monotonic(), self._held
+            now, held = self._clock(), self._held
             if lease in self._past and held is not None:
                 raise Fatal(
                     f"lease of {lease.holder}: expected the engine's holder, got a start that {held.holder} has taken "

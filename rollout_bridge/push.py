@@ -26,7 +26,7 @@ from rollout_bridge.messages import (
     Staged,
     StageReport,
 )
-from rollout_bridge.weights import Assembly
+from rollout_bridge.weights import Assembly, is_finite
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -206,6 +206,10 @@ def _receive(parts: Iterator[Manifest | Chunk], manifest: Manifest, sink: StageS
     def feed() -> None:
         nonlocal seconds
         for name, array in assembly.ready():
+            if not is_finite(array):  # a server that samples from such weights ends
+                raise ValueError(
+                    f"push of version {manifest.version}: expected finite numbers, got NaN or infinity in {name}"
+                )
             began = time.monotonic()
             sink.put(name, array)
             seconds += time.monotonic() - began

@@ -241,6 +241,11 @@ class _Servicer(rollout_pb2_grpc.RolloutBridgeServicer):
                     told = time.monotonic()
                     yield codec.encode_status(status)
 
+    def ReleaseLease(self, request: Any, context: grpc.ServicerContext) -> Any:
+        with self._answer(context):
+            self._leases.release(_lease(context))
+            return codec.Released()
+
     @contextlib.contextmanager
     def _answer(self, context: grpc.ServicerContext) -> Iterator[None]:
         """Turns an exception into a status that carries its kind; what nobody foresaw is logged whole."""

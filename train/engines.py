@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rollout_bridge import ClientOptions, ClientTls, Fatal, Fleet, FleetOptions, Lease, Retryable, Security, serve
-from rollout_bridge.discovery import resolve
 from train.config import RunConfig
 from train.engine_process import EngineProcessConfig, LocalEngineProcess
 from train.local_engine import LocalEngine, LocalEngineConfig
@@ -66,7 +65,7 @@ def attach_fleet(
     """
     with contextlib.ExitStack() as stack:
         process = None
-        endpoints = resolve(config.rollout.endpoints)
+        endpoints = config.rollout.endpoints
         if config.rollout.engine == "local":
             process = stack.enter_context(_start_local(config, problem, folder))
             endpoints = (process.endpoint,)

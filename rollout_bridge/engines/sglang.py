@@ -20,7 +20,9 @@ import numpy as np
 from rollout_bridge.engines import sglang_update
 from rollout_bridge.engines.sglang_files import Push, StageRoot
 from rollout_bridge.engines.sglang_flights import LOOK_SECONDS, Flight, Flights, Landed
+from rollout_bridge.engines.sglang_group import ByGroup, GroupConfig
 from rollout_bridge.engines.sglang_http import SglangHttp
+from rollout_bridge.engines.sglang_update import ByDisk, Transport
 from rollout_bridge.engines.sglang_watch import Instance, Live, Watch
 from rollout_bridge.errors import Fatal, NotStaged, Retryable
 from rollout_bridge.messages import (
@@ -49,6 +51,7 @@ class SglangConfig:
       load_seconds: deadline of loading an update, of its probe, and of running requests to end before it.
       sample_seconds: deadline of one completion.
       poll_seconds: how often the server is looked at.
+      group: the process group over which staged weights go; None = the server reads their files.
     """
 
     url: str
@@ -60,6 +63,7 @@ class SglangConfig:
     load_seconds: float = 600.0
     sample_seconds: float = 3600.0
     poll_seconds: float = 1.0
+    group: GroupConfig | None = None
 
 
 class SglangEngine:
@@ -78,6 +82,9 @@ class SglangEngine:
         self._config = config
         self._root = StageRoot(config.stage_folder, config.url.split("//")[-1].strip("/").replace(":", "-"))
         self._http = SglangHttp(config.url, api_key=config.api_key, admin_key=config.admin_key)
+        self._transport: Transport = ByDisk(self._http)
+        if config.group is not None:
+            self._transport = ByGroup(self._http, config.group)
         self._changed = threading.Condition()
         self._staged: Push | None = None
         self._committing = False
@@ -154,6 +161,7 @@ class SglangEngine:
         self.discard()
         with self._changed:
             instance = self._watch.present()
+        self._transport.prepare(instance)  # here rather than in the commit: sampling goes on
         return SglangSink(self, self._root.begin(manifest, instance.facts.config))
 
     def take(self, push: Push) -> None:
@@ -230,6 +238,7 @@ class SglangEngine:
             self._changed.notify_all()
         self._flights.hang_up()
         self._watch.close()
+        self._transport.close()
         self._http.close()
         self.discard()
         self._root.close()
@@ -267,13 +276,14 @@ class SglangEngine:
         held = time.monotonic()
         if in_flight is InFlight.FINISH:
             self._flights.await_idle(f"commit of version {version}", seconds)
+        self._transport.prepare(instance)
         tag = f"{version}.{uuid.uuid4().hex[:12]}"
         abort, began = in_flight is InFlight.ABORT, time.monotonic()
         try:
             sglang_update.switch(
                 self._http,
-                push.folder,
                 tag,
+                lambda: self._transport.load(push, tag, seconds),
                 abort=abort,
                 seconds=seconds,
                 changing=lambda: self._changing(instance, tag, push),
@@ -291,17 +301,18 @@ class SglangEngine:
             raise
         with self._changed:
             instance.verified[tag] = version
-            instance.own = {(tag, str(push.folder))}
+            instance.own = {(tag, self._transport.path(push, instance))}
             instance.live = Live(tag=tag, manifest=push.manifest, report=report)
             self._staged = None
-        self._root.keep_only(push.folder)
+        self._root.keep_only(Path(self._transport.path(push, instance)))
         return report
 
     def _changing(self, instance: Instance, tag: str, push: Push) -> None:
         """From now on the weights may be new ones: what has this tag waits, and the server may show it."""
         with self._changed:
             self._flights.pending = tag
-            instance.own = {*instance.own, (tag, str(push.folder))}
+            paths = {path for _, path in instance.own} | {self._transport.path(push, instance)}
+            instance.own |= {(name, path) for name in (tag, sglang_update.torn(tag)) for path in paths}
 
     def _doubt(self, instance: Instance, tag: str, error: BaseException) -> None:
         """A commit broke. If the weights may have changed, nothing is served before the next commit."""

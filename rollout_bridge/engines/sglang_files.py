@@ -6,6 +6,7 @@ the weights. Files are written as the tensors come, sequentially: nothing but th
 """
 
 import contextlib
+import dataclasses
 import errno
 import fcntl
 import json
@@ -70,8 +71,8 @@ class StageRoot:
         return Push(folder, manifest)
 
     def keep_only(self, folder: Path) -> None:
-        """Removes every push but this one, and of this one the weights: the server holds them by now."""
-        for weights in folder.glob("*.safetensors"):
+        """Removes every push, but of `folder` only the weights: the server holds them by now, and names that folder."""
+        for weights in self.path.glob("*/*.safetensors"):
             weights.unlink()
         for other in self.path.iterdir():
             if other.is_dir() and other != folder:
@@ -91,6 +92,16 @@ class StageRoot:
             "free some, enlarge it (containers: --shm-size), or choose another folder (--stage-folder)"
         )
         raise Retryable(text) if size <= whole else Fatal(text)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Bucket:
+    """Tensors that lie one behind the other in a file, and between which bytes of it."""
+
+    path: Path
+    begin: int
+    end: int
+    tensors: tuple[TensorSpec, ...]
 
 
 class Push:
@@ -123,6 +134,19 @@ class Push:
         with contextlib.suppress(StopIteration):
             next(self._writer)
 
+    def buckets(self, size: int) -> Iterator[Bucket]:
+        """All tensors in manifest order, as many in a bucket as `size` bytes hold; a larger one has its own."""
+        for path, specs in _parts(self.folder, self.manifest):
+            begin = end = len(header(specs))
+            held: list[TensorSpec] = []
+            for spec in specs:
+                if held and end - begin + spec_bytes(spec) > size:
+                    yield Bucket(path=path, begin=begin, end=end, tensors=tuple(held))
+                    held, begin = [], end
+                held.append(spec)
+                end += spec_bytes(spec)
+            yield Bucket(path=path, begin=begin, end=end, tensors=tuple(held))
+
     def remove(self) -> None:
         """Nothing of it stays."""
         self._writer.close()
@@ -131,10 +155,8 @@ class Push:
 
 def _write_parts(folder: Path, manifest: Manifest) -> Generator[None, np.ndarray, None]:
     """A coroutine that takes one array after the other and writes each to the file that it belongs to."""
-    parts = list(_parts(manifest))
     array = yield
-    for number, specs in enumerate(parts, start=1):
-        path = folder / f"model-{number:05}-of-{len(parts):05}.safetensors"
+    for path, specs in _parts(folder, manifest):
         with path.open("xb", buffering=0) as file:
             _write(file, header(specs))
             for spec in specs:
@@ -143,17 +165,18 @@ def _write_parts(folder: Path, manifest: Manifest) -> Generator[None, np.ndarray
                 array = yield
 
 
-def _parts(manifest: Manifest) -> Iterator[list[TensorSpec]]:
-    """The tensors of each file."""
-    held: list[TensorSpec] = []
+def _parts(folder: Path, manifest: Manifest) -> list[tuple[Path, list[TensorSpec]]]:
+    """The files of a push, with the tensors of each."""
+    parts: list[list[TensorSpec]] = [[]]
     size = 0
     for spec in manifest.tensors:
-        if held and size + spec_bytes(spec) > _FILE_BYTES:
-            yield held
-            held, size = [], 0
-        held.append(spec)
+        if parts[-1] and size + spec_bytes(spec) > _FILE_BYTES:
+            parts.append([])
+            size = 0
+        parts[-1].append(spec)
         size += spec_bytes(spec)
-    yield held
+    names = (f"model-{number:05}-of-{len(parts):05}.safetensors" for number in range(1, len(parts) + 1))
+    return [(folder / name, specs) for name, specs in zip(names, parts, strict=True)]
 
 
 def header(specs: list[TensorSpec]) -> bytes:

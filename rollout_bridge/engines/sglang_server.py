@@ -24,12 +24,14 @@ class ServerFacts:
       tag: the server's name of its weights, and where it read them: of the last update, or of its start.
       model: what it holds.
       config: its `config.json`.
+      parallel: its tensor-parallel and pipeline-parallel sizes.
     """
 
     version: str
     tag: tuple[str, str]
     model: ModelInfo
     config: Mapping[str, Any]
+    parallel: tuple[int, int]
 
 
 def read_tag(http: SglangHttp, seconds: float) -> tuple[str, str]:
@@ -71,7 +73,8 @@ def read_facts(http: SglangHttp, folder: Path | None, seconds: float) -> ServerF
         model = model_info(config, dtype=_dtype(info, config), max_tokens=_max_tokens(info))
     except ValueError as error:
         raise Fatal(f"SGLang at {http.url}: {error} (model {named / CONFIG})") from error
-    return ServerFacts(version=version, tag=tag, model=model, config=config)
+    parallel = int(info.get("tp_size", 1)), int(info.get("pp_size", 1))
+    return ServerFacts(version=version, tag=tag, model=model, config=config, parallel=parallel)
 
 
 def _check_flags(info: Mapping[str, Any], url: str) -> None:

@@ -10,43 +10,70 @@ import concurrent.futures
 import json
 import time
 from collections.abc import Callable
-from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
+from rollout_bridge.engines.sglang_files import Push
 from rollout_bridge.engines.sglang_http import Refused, SglangHttp
 from rollout_bridge.engines.sglang_server import read_tag
+from rollout_bridge.engines.sglang_watch import Instance
 from rollout_bridge.errors import Fatal, Retryable
 from rollout_bridge.messages import Probe, ProbeReport
 
 _FLUSH_SECONDS = 10.0
 
 
-def switch(
-    http: SglangHttp, folder: Path, tag: str, *, abort: bool, seconds: float, changing: Callable[[], None]
-) -> None:
-    """Makes the server load a folder of weights, with sampling stopped meanwhile.
+class Transport(Protocol):
+    """How a push that lies staged on this host gets into the server. One call at a time."""
 
-    Args:
-      http: the server.
-      folder: config.json and safetensors, complete, checked.
-      tag: the server's name of these weights from then on.
-      abort: whether running requests end with what they have; else they keep it and rebuild their cache.
-      seconds: for the load.
-      changing: called when the next call may change the weights, whatever it answers.
+    def prepare(self, instance: Instance) -> None:
+        """Makes ready for `load`, while sampling goes on and the weights are as they were.
 
-    Raises:
-      Retryable: before `changing`, the old weights serve as before; after it, nobody knows.
-      Fatal: the same.
-    """
-    http.post("/pause_generation", {"mode": "abort" if abort else "retract"}, seconds)
-    try:
-        _flush(http)
-        changing()
-        answer = http.post(
+        Raises:
+          Retryable: it could not be done this time.
+          Fatal: the server refuses.
+        """
+        ...
+
+    def load(self, push: Push, tag: str, seconds: float) -> None:
+        """Loads a complete push into a server that is paused.
+
+        Args:
+          push: as staged.
+          tag: the server's name of these weights once all of them are there.
+          seconds: for every call.
+
+        Raises:
+          Retryable: nobody knows what the server holds.
+          Fatal: the same.
+        """
+        ...
+
+    def path(self, push: Push, instance: Instance) -> str:
+        """What the server then names as the folder of its weights."""
+        ...
+
+    def close(self) -> None:
+        """Releases everything."""
+        ...
+
+
+class ByDisk:
+    """The server reads the staged files itself."""
+
+    def __init__(self, http: SglangHttp) -> None:
+        self._http = http
+
+    def prepare(self, instance: Instance) -> None:
+        """Nothing to do."""
+
+    def load(self, push: Push, tag: str, seconds: float) -> None:
+        """One call."""
+        answer = self._http.post(
             "/update_weights_from_disk",
             {
-                "model_path": str(folder),
+                "model_path": str(push.folder),
                 "load_format": "auto",
                 "weight_version": tag,
                 "flush_cache": True,
@@ -55,9 +82,53 @@ def switch(
             seconds,
         )
         if answer.get("success") is not True:
-            raise Fatal(f"SGLang at {http.url}: expected the weights of {tag} to load, got {answer}")
+            raise Fatal(f"SGLang at {self._http.url}: expected the weights of {tag} to load, got {answer}")
+
+    def path(self, push: Push, instance: Instance) -> str:
+        """Where they are staged."""
+        return str(push.folder)
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+def torn(tag: str) -> str:
+    """The server's name of its weights while those of `tag` are being loaded; nothing of this name is ever verified."""
+    return f"{tag}.torn"
+
+
+def switch(
+    http: SglangHttp, tag: str, load: Callable[[], None], *, abort: bool, seconds: float, changing: Callable[[], None]
+) -> None:
+    """Makes the server load weights, with sampling stopped meanwhile.
+
+    Args:
+      http: the server.
+      tag: the server's name of these weights from then on.
+      load: does it, and gives them their name with the last of them.
+      abort: whether running requests end with what they have; else they keep it and rebuild their cache.
+      seconds: for every call.
+      changing: called when the next call may change the weights, whatever it answers, and when sampling could not be
+        made to go on.
+
+    Raises:
+      Retryable: without `changing`, the old weights serve as before; after it, nobody knows.
+      Fatal: the same.
+    """
+    try:
+        http.post("/pause_generation", {"mode": "abort" if abort else "retract"}, seconds)
+        _flush(http)
+        changing()
+        # A load that breaks off leaves weights of both versions, and the server goes on under the name that it has: it
+        # must not be the old one, whose tokens are trusted.
+        http.post("/update_weight_version", {"new_version": torn(tag), "abort_all_requests": False}, seconds)
+        load()
     finally:
-        http.post("/continue_generation", {}, seconds)
+        try:
+            http.post("/continue_generation", {}, seconds)
+        except BaseException:
+            changing()  # a server that stays paused serves nothing
+            raise
 
 
 def checksum(http: SglangHttp, seconds: float) -> str:

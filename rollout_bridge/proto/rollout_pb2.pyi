@@ -309,6 +309,14 @@ class AbortReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class ReleaseRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReleaseReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class StatusRequest(_message.Message):
     __slots__ = ("follow_seconds", "heartbeat_seconds")
     FOLLOW_SECONDS_FIELD_NUMBER: _ClassVar[int]

@@ -79,6 +79,11 @@ class RolloutBridgeStub(object):
                 request_serializer=rollout__bridge_dot_proto_dot_rollout__pb2.StatusRequest.SerializeToString,
                 response_deserializer=rollout__bridge_dot_proto_dot_rollout__pb2.EngineStatus.FromString,
                 _registered_method=True)
+        self.ReleaseLease = channel.unary_unary(
+                '/sat_jax.rollout.v1.RolloutBridge/ReleaseLease',
+                request_serializer=rollout__bridge_dot_proto_dot_rollout__pb2.ReleaseRequest.SerializeToString,
+                response_deserializer=rollout__bridge_dot_proto_dot_rollout__pb2.ReleaseReply.FromString,
+                _registered_method=True)
 
 
 class RolloutBridgeServicer(object):
@@ -147,6 +152,13 @@ class RolloutBridgeServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReleaseLease(self, request, context):
+        """Gives back the caller's lease, so that another trainer need not wait until it has run out. Weights stay as they are.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RolloutBridgeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -194,6 +206,11 @@ def add_RolloutBridgeServicer_to_server(servicer, server):
                     servicer.Status,
                     request_deserializer=rollout__bridge_dot_proto_dot_rollout__pb2.StatusRequest.FromString,
                     response_serializer=rollout__bridge_dot_proto_dot_rollout__pb2.EngineStatus.SerializeToString,
+            ),
+            'ReleaseLease': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseLease,
+                    request_deserializer=rollout__bridge_dot_proto_dot_rollout__pb2.ReleaseRequest.FromString,
+                    response_serializer=rollout__bridge_dot_proto_dot_rollout__pb2.ReleaseReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -439,6 +456,33 @@ class RolloutBridge(object):
             '/sat_jax.rollout.v1.RolloutBridge/Status',
             rollout__bridge_dot_proto_dot_rollout__pb2.StatusRequest.SerializeToString,
             rollout__bridge_dot_proto_dot_rollout__pb2.EngineStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseLease(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sat_jax.rollout.v1.RolloutBridge/ReleaseLease',
+            rollout__bridge_dot_proto_dot_rollout__pb2.ReleaseRequest.SerializeToString,
+            rollout__bridge_dot_proto_dot_rollout__pb2.ReleaseReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FORBIDDEN = {
     "sat_jax": {"train", "rollout_bridge", "tools", "tests", "grpc", "grain", "orbax", "rich", "logging", "time"},
-    "rollout_bridge": {"sat_jax", "train", "tools", "tests", "jax", "flax", "optax", "orbax", "chex", "grain"},
+    "rollout_bridge": {"sat_jax", "train", "tools", "tests", "jax", "flax", "optax", "orbax", "chex", "grain", "torch"},
     "train": {"tools", "tests"},
 }
 NO_FILES = {"open", "print"}

@@ -1,12 +1,13 @@
 """SGLang's HTTP as the bridge meets it, over the hash model: answers, and the traps that the real one was seen to set.
 
 It takes any name and any number of tensors for success, changes weights and says 400 when told to, forgets everything
-when it restarts, and says 503 to a health probe while it is paused.
+when it restarts, and says 503 to a health probe while it is paused. A process group is a connection to `fake_sender`.
 """
 
 import base64
 import http.server
 import json
+import socket
 import threading
 import time
 from pathlib import Path
@@ -57,6 +58,8 @@ class FakeSglang:
             "speculative_algorithm": None,
             "quantization": None,
             "max_req_input_len": 500,
+            "tp_size": 1,
+            "pp_size": 1,
         } | info
         self.key = key
         self.seconds_per_token = 0.0
@@ -68,6 +71,8 @@ class FakeSglang:
         self.spoil = lambda meta: meta  # what becomes of an answer's meta_info
         self.changed = threading.Condition()
         self.running = 0
+        self.buckets = 0
+        self.groups: dict[str, socket.socket] = {}
         self.restart()
         self._server = _Server(("127.0.0.1", 0), self._handler())
         self.url = f"http://127.0.0.1:{self._server.server_port}"
@@ -80,6 +85,8 @@ class FakeSglang:
             self.weights, self.tag, self.path = 12345, "base", str(self.folder)
             self.paused, self.mode, self.retracts, self.aborts = False, "", 0, 0
             self.aborted: set[str] = set()
+            self.session: dict[str, np.ndarray] | None = None
+            self._hang_up_groups()
             self.changed.notify_all()
 
     def let(self, limit=10**6):
@@ -93,6 +100,12 @@ class FakeSglang:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+        self._hang_up_groups()
+
+    def _hang_up_groups(self):
+        for group in self.groups.values():
+            group.close()
+        self.groups.clear()
 
     # ------------------------------------------------------------------------------------------------ calls
 
@@ -143,6 +156,56 @@ class FakeSglang:
                 return 400
             self.tag = body.get("weight_version", self.tag)
         return {"success": True, "message": "Succeeded", "num_paused_requests": 0}
+
+    def update_weight_version(self, body):
+        self.tag = body["new_version"]
+        return {"success": True}
+
+    def init_weights_update_group(self, body):
+        """Meets `fake_sender` at its port: a connection stands for the group."""
+        name = body["group_name"]
+        if body["world_size"] != 2 or body["rank_offset"] != 1:
+            return 400
+        self.groups[name] = socket.create_connection((body["master_address"], body["master_port"]), 10.0)
+        return {"success": True}
+
+    def destroy_weights_update_group(self, body):
+        group = self.groups.pop(body["group_name"], None)
+        if group is None:
+            return 400
+        group.close()
+        return {"success": True}
+
+    def begin_weight_update(self, _body):
+        if self.session is not None:
+            return 400
+        self.session = {}
+        return {"success": True}
+
+    def end_weight_update(self, _body):
+        """As the real one, which has no way back: what came before a broken end stays."""
+        if self.session is None:
+            return 400
+        self.session = None
+        return {"success": True}
+
+    def update_weights_from_distributed(self, body):
+        """A bucket at once into the weights; a broadcast that breaks off is a 400, as over gloo."""
+        assert (body["load_format"], body["flush_cache"], self.paused) == ("flattened_bucket", False, True)
+        if self.session is None or body["group_name"] not in self.groups:
+            return 400
+        self.buckets += 1
+        shapes = [tuple(shape) for shape in body["shapes"]]
+        sizes = [4 * int(np.prod(shape)) for shape in shapes]
+        content = _receive(self.groups[body["group_name"]], sum(sizes))
+        if len(content) < sum(sizes):
+            return 400
+        for name, shape, begin, size in zip(body["names"], shapes, np.cumsum([0, *sizes]), sizes, strict=False):
+            self.session[name] = np.frombuffer(content[begin : begin + size], np.float32).reshape(shape)
+        with self.changed:
+            self.weights = fingerprint(self.session)  # of as many as have come: neither the old nor the new ones
+            self.tag = body["weight_version"] or self.tag
+        return {"success": True}
 
     def weights_checker(self, _body):
         return {"success": True, "per_engine_checksum": f"{self.weights:016x}"}
@@ -208,6 +271,7 @@ class FakeSglang:
 
         class Handler(http.server.BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True  # head and body go out apart: 40 ms a call otherwise
 
             def _serve(self):
                 body = json.loads(self.rfile.read(int(self.headers.get("content-length", 0))) or b"{}")
@@ -234,6 +298,21 @@ class FakeSglang:
                 pass
 
         return Handler
+
+
+def _receive(group, size):
+    """All of it, or what came before the other side hung up."""
+    content = b""
+    while len(content) < size and (part := _read(group, size - len(content))):
+        content += part
+    return content
+
+
+def _read(group, size):
+    try:
+        return group.recv(size)
+    except OSError:
+        return b""
 
 
 def _spans(tags):

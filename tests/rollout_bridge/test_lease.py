@@ -1,5 +1,6 @@
 """One trainer publishes to an engine; its latest start, and nobody else while it lives."""
 
+import contextlib
 import time
 
 import pytest
@@ -25,15 +26,17 @@ def test_a_lease_travels_as_ascii():
 
 
 def test_another_run_is_refused_while_the_holder_lives_and_taken_when_it_is_silent():
-    book = LeaseBook(0.2)
+    now = 0.0
+    book = LeaseBook(30.0, lambda: now)
     book.claim(ONE)
     for _ in range(6):
-        time.sleep(0.05)
-        book.renew(ONE)
-        book.renew(OTHER)  # means nothing
-        with pytest.raises(Fatal, match=r"got one that training of host:/runs/one has held for 0 s"):
+        now += 29.0
+        with pytest.raises(Fatal, match=rf"got one that training of host:/runs/one has held for {now:.0f} s"):
             book.claim(OTHER)
-    time.sleep(0.25)
+        book.renew(ONE)
+    now += 29.0
+    book.renew(OTHER)  # means nothing
+    now += 1.0
     book.claim(OTHER)
     with pytest.raises(Fatal, match=r"runs/two three has taken over from 0 s ago"):
         book.claim(ONE)
@@ -46,6 +49,18 @@ def test_a_resumed_run_takes_over_at_once_and_its_former_start_is_out():
     with pytest.raises(Fatal, match="runs/one has taken over from"):
         book.claim(ONE)
     book.claim(RESUMED)
+
+
+def test_what_was_given_back_is_anybodys_and_others_cannot_give_it():
+    book = LeaseBook(60.0)
+    book.claim(ONE)
+    book.release(OTHER)
+    with pytest.raises(Fatal, match="expected a free engine"):
+        book.claim(OTHER)
+    book.release(ONE)
+    book.claim(OTHER)
+    with pytest.raises(Fatal, match="expected a free engine"):
+        book.claim(ONE)
 
 
 @pytest.fixture
@@ -102,16 +117,66 @@ def test_the_same_version_of_another_start_may_be_other_weights(start, publisher
 
 def test_a_second_trainer_is_refused_as_long_as_the_first_one_follows_the_engine(start, publisher, stack, model):
     """The first publishes rarely: that it follows the engine's state is its sign of life."""
-    server = start(FakeEngine(model), options=ServerOptions(lease_seconds=0.3, poll_seconds=0.02))
-    first = Fleet([server.address], options=FleetOptions(client=ClientOptions(lease=ONE), heartbeat_seconds=0.05))
-    stack.enter_context(first).wait_ready(10)
-    weights = fake_weights(model, 1)
-    first.publish(weights, fake_probe(weights, model), InFlight.FINISH)
-    other, nobody = publisher(server, OTHER), publisher(server, None)
-    time.sleep(0.5)
-    for refused in (other, nobody):
+    server = start(FakeEngine(model), options=ServerOptions(lease_seconds=3600.0, poll_seconds=0.02))
+    first = stack.enter_context(training(server, ONE))
+    first.publish(fake_weights(model, 1), fake_probe(fake_weights(model, 1), model), InFlight.FINISH)
+    book = server._servicer._leases
+    seen = book._seen
+    eventually(lambda: book._seen > seen)
+    for refused in (publisher(server, OTHER), publisher(server, None)):
         with pytest.raises(Fatal, match="expected a free engine, got one that training of host:/runs/one"):
             refused(9)
-    first.close()
-    time.sleep(0.5)
-    other(2)
+    lost(first)
+    book._seconds = 0.0  # they have passed
+    publisher(server, OTHER)(2)
+
+
+def test_a_run_that_starts_right_after_another_has_ended_is_not_refused(start, publisher, model):
+    server = start(FakeEngine(model), options=ServerOptions(lease_seconds=3600.0))
+    with training(server, ONE) as first:
+        first.publish(fake_weights(model, 1), fake_probe(fake_weights(model, 1), model), InFlight.FINISH)
+        with pytest.raises(Fatal, match="expected a free engine"):
+            publisher(server, OTHER)(2)
+    publisher(server, OTHER)(2)
+
+
+def test_a_lost_run_keeps_the_engine_until_its_lease_has_run_out(start, publisher, stack, model):
+    server = start(FakeEngine(model), options=ServerOptions(lease_seconds=3600.0))
+    first = stack.enter_context(training(server, ONE))
+    first.publish(fake_weights(model, 1), fake_probe(fake_weights(model, 1), model), InFlight.FINISH)
+    lost(first)
+    with pytest.raises(Fatal, match="expected a free engine"):
+        publisher(server, OTHER)(2)
+
+
+def test_a_fleet_that_never_published_gives_nothing_back(start, publisher, model):
+    """Of one that only looked, as an evaluation that was refused, the end is not the holder's."""
+    server = start(FakeEngine(model), options=ServerOptions(lease_seconds=3600.0))
+    publisher(server, ONE)(1)
+    with training(server, OTHER):
+        pass
+    with pytest.raises(Fatal, match="expected a free engine"):
+        publisher(server, OTHER)(2)
+
+
+@contextlib.contextmanager
+def training(server, lease):
+    """A fleet that publishes in somebody's name."""
+    options = FleetOptions(client=ClientOptions(lease=lease), heartbeat_seconds=0.05)
+    with Fleet([server.address], options=options) as fleet:
+        fleet.wait_ready(10)
+        yield fleet
+
+
+def eventually(what):
+    end = time.monotonic() + 30.0
+    while not what():
+        assert time.monotonic() < end, "did not come to pass"
+        time.sleep(0.005)
+
+
+def lost(fleet):
+    """Its connections end, as those of a killed process: it gives nothing back."""
+    for endpoint in fleet._endpoints:
+        endpoint._closing.set()
+        endpoint.client.close()

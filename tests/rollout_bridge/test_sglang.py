@@ -317,6 +317,7 @@ def test_a_400_that_changed_the_weights_is_doubt_and_sampling_goes_on_only_after
     [
         ("/pause_generation", 1),
         ("/flush_cache", 1),
+        ("/update_weight_version", -1),
         ("/update_weights_from_disk", -1),
         ("/weights_checker", -1),
     ],
@@ -331,6 +332,22 @@ def test_a_server_that_fails_in_a_commit_serves_the_old_version_or_none(both, pa
     assert engine.status().version == served
     assert not server.paused
     assert publish(engine, 2)[1].mean_abs == 0
+
+
+def test_a_server_that_could_not_be_made_to_go_on_is_out_of_service(both):
+    """It may stay paused, and a paused one serves nothing, whatever its weights are."""
+    server, engine = both
+    publish(engine, 1)
+    stage(engine, fake_weights(MODEL, 2))
+    server.flush_cache = lambda _body: 503  # before anything of the weights could change
+    server.hang_up = "/continue_generation"
+    with pytest.raises(Retryable):
+        engine.commit(2, fake_probe(fake_weights(MODEL, 2), MODEL), InFlight.RETRACT)
+    assert server.paused
+    assert engine.status().serving is Serving.NOT_SERVING
+    del server.flush_cache
+    assert publish(engine, 2)[1].mean_abs == 0
+    assert (engine.status().version, server.paused) == (2, False)
 
 
 def test_a_restarted_server_samples_nothing_until_it_is_pushed_to(both, make_request):
@@ -396,6 +413,21 @@ def test_what_is_staged_is_removed_when_it_is_live_dropped_or_replaced(both, tmp
     sink = engine.stage(fake_weights(MODEL, 4).manifest)
     sink.discard()
     assert files() == []
+    assert engine.status().version == 1
+
+
+def test_weights_that_are_no_numbers_never_reach_the_server(both, start, gather, tmp_path):
+    """The probe would refuse them, but only after the server has sampled from them, which ends the real one."""
+    server, engine = both
+    publish(engine, 1)
+    fleet = gather(start(engine))
+    tensors = dict(fake_weights(MODEL, 2).tensors)
+    tensors["lm_head.weight"] = np.where(np.arange(8) == 3, -np.inf, tensors["lm_head.weight"]).astype(np.float32)
+    calls = [path for path in server.calls if "update" in path]
+    with pytest.raises(Fatal, match=r"expected finite numbers, got NaN or infinity in lm_head\.weight"):
+        fleet.stage(dataclasses.replace(fake_weights(MODEL, 2), tensors=tensors))
+    assert [path for path in server.calls if "update" in path] == calls
+    assert list(tmp_path.glob("sat-jax-bridge-*/v2*")) == []
     assert engine.status().version == 1
 
 

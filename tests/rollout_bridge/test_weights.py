@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_bridge.errors import Fatal, Retryable
-from rollout_bridge.weights import Assembly, Weights
+from rollout_bridge.weights import DTYPES, Assembly, Weights, is_finite
 
 
 @pytest.fixture
@@ -109,3 +109,19 @@ def test_tensors_that_change_under_the_push_are_found_out(weights):
     weights.tensors["b"][3] += 1
     with pytest.raises(Fatal, match="the tensors changed between digest and push"):
         assemble(weights, 16)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.floats(width=32), max_size=6), st.sampled_from(sorted(DTYPES)))
+def test_finite_is_what_numpy_says(numbers, dtype):
+    array = np.array(numbers, np.float32).astype(DTYPES[dtype])
+    assert is_finite(array) == bool(np.isfinite(array).all())
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
+def test_one_bad_number_among_the_largest_good_ones_is_found(dtype, bad):
+    largest = ml_dtypes.finfo(DTYPES[dtype]).max
+    array = np.array([[largest, -largest], [-0.0, bad]], np.float32).astype(DTYPES[dtype])
+    assert not is_finite(array)
+    assert is_finite(array[:1])

@@ -1,7 +1,9 @@
 """One real server for the whole group, a bridge over it, and a trainer's policies."""
 
 import contextlib
+import gc
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -27,6 +29,13 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.timeout(600))
             # Connections that a killed server has reset are closed when the HTTP client's objects are collected.
             item.add_marker(pytest.mark.filterwarnings(_LEFT_OPEN))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def collected():
+    """Ends last, while the filter above still holds: what is left open must not be found only after all tests."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture(scope="session")
@@ -94,7 +103,28 @@ def publish(fleet, trainer, versions):
     return push
 
 
-def eventually(what, seconds=30.0):
+@contextlib.contextmanager
+def sampling(fleet, requests, *engines):
+    """Samples in a thread; begins once all members run at these engines, and gives all completions at the end."""
+    members = sum(len(request.members) for request in requests)
+    completions, errors = [], []
+
+    def run():
+        try:
+            completions.extend(fleet.sample(requests))
+        except Exception as error:  # shown by the assertion below
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    eventually(lambda: sum(engine.status().running for engine in engines) == members or not thread.is_alive(), 120.0)
+    yield completions
+    thread.join(400)
+    assert not errors
+    assert not thread.is_alive()
+
+
+def eventually(what, seconds=120.0):
     """Waits until it is so."""
     end = time.monotonic() + seconds
     while not what():

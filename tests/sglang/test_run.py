@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.sglang.bridge import BridgeProcess
 from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.trainer import CONFIG
 from train.config import load, to_toml
@@ -28,17 +28,10 @@ def bridge_process(server, stage_folder, tmp_path):
     """The bridge as an operator starts it; gives its address."""
     key = tmp_path / "admin-key"
     key.write_text(ADMIN_KEY)
-    command = [sys.executable, "-m", "rollout_bridge.cli", "serve", "--engine", "sglang", "--url", server.url]
-    command += ["--listen", "127.0.0.1:0", "--stage-folder", str(stage_folder), "--admin-key-file", str(key)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with contextlib.ExitStack() as stack:
-        process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment))
-        stack.callback(process.kill)
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        found = re.fullmatch(r"rollout-bridge: engine sglang-\w+ listens on (\S+)\n", line)
-        assert found, line
-        yield found[1]
+    process = BridgeProcess(server.url, stage_folder, "--admin-key-file", str(key))
+    process.start()
+    yield process.address
+    process.kill()
 
 
 @pytest.fixture

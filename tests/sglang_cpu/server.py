@@ -65,6 +65,12 @@ class SglangProcess:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait(30)
 
+    @property
+    def group(self) -> int:
+        """The process group of all of its processes."""
+        assert self._process is not None
+        return self._process.pid
+
     def alive(self) -> bool:
         """Whether it answers."""
         return self._ready()
