@@ -68,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="KEY",
         help="resume although this key of the config (or a whole section) was changed; repeatable",
     )
+    train.add_argument("--profile", metavar="FIRST:LAST", help="write an xprof trace of these steps, such as 10:12")
     train.set_defaults(run=_train)
     serve = verbs.add_parser("serve", help="serve a config's policy with the local engine, for a trainer elsewhere")
     _config_arguments(serve)
@@ -89,7 +90,9 @@ def _parser() -> argparse.ArgumentParser:
     _config_arguments(doctor)
     doctor.add_argument("--json", action="store_true", help="one JSON object on standard output")
     doctor.set_defaults(run=_doctor)
-    _plan_arguments(verbs.add_parser("plan", help="what a config needs on a machine that is not there, before it is paid"))
+    _plan_arguments(
+        verbs.add_parser("plan", help="what a config needs on a machine that is not there, before it is paid")
+    )
     _prepare_arguments(verbs.add_parser("prepare", help="public data sets -> a file of prompts and answers"))
     benches = verbs.add_parser("bench", help="time a part on this machine").add_subparsers(
         required=True, metavar="PART"
@@ -111,7 +114,9 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--response-tokens", type=int, metavar="N", help="mean of a completion (default: a quarter of the longest)"
     )
     parser.add_argument("--largest", action="store_true", help="compile for the largest microbatch that fits, too")
-    parser.add_argument("--no-cache", action="store_true", help="compile anew; else figures are kept in RUNS/plan-cache")
+    parser.add_argument(
+        "--no-cache", action="store_true", help="compile anew; else figures are kept in RUNS/plan-cache"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.set_defaults(run=_plan)
 
@@ -225,8 +230,10 @@ def _train(arguments: argparse.Namespace) -> None:
     from train.config import load
     from train.loop import train
     from train.preemption import Preempted, Preemption
+    from train.profile import ProfileConfig
     from train.run import Options
 
+    profile = None if arguments.profile is None else ProfileConfig.parse(arguments.profile)
     preemption = Preemption()
     preemption.install()
     config = load(arguments.config, arguments.overrides)
@@ -235,7 +242,10 @@ def _train(arguments: argparse.Namespace) -> None:
         _say(f"the run that was in {folder} is now in {aside}")
     try:
         with claim(folder, config, arguments.allow_changed):
-            train(config, folder, Options(console=not arguments.quiet, record=arguments.record, preemption=preemption))
+            options = Options(
+                console=not arguments.quiet, record=arguments.record, preemption=preemption, profile=profile
+            )
+            train(config, folder, options)
     except Preempted:
         _say("preempted; the same command resumes from the newest checkpoint")
         raise

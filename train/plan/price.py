@@ -1,7 +1,7 @@
-"""What a whole optimizer step costs: memory at its fullest moment, FLOPs, bytes on the links, and a bound of its time."""
+"""What a whole optimizer step costs: memory at its fullest moment, FLOPs, bytes on the links, at least how long."""
 
 import dataclasses
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 
 from train.plan.collectives import summed
@@ -119,15 +119,17 @@ def cost(
       parts: by program: how often it runs, one run's work, memory and collectives.
       chip: its speeds.
     """
-    executed: Counter[str] = Counter()
-    links: Counter[str] = Counter()
-    spent: Counter[str] = Counter()
+    executed: defaultdict[str, float] = defaultdict(float)
+    links: defaultdict[str, float] = defaultdict(float)
+    spent: defaultdict[str, float] = defaultdict(float)
     known = chip.flops is not None and chip.memory_bandwidth is not None and chip.link_bandwidth is not None
     seconds = 0.0
     for times, work, compiled in parts.values():
         sent = summed(compiled.collectives)
-        executed.update({room: times * flops for room, flops in work.flops.items()})
-        links.update({f"{kind} over {'*'.join(axes) or 'other groups'}": times * b for (kind, axes), b in sent.items()})
+        for room, flops in work.flops.items():
+            executed[room] += times * flops
+        for (kind, axes), count in sent.items():
+            links[f"{kind} over {' x '.join(axes) or 'other groups'}"] += times * count
         known = known and (compiled.memory is not None or not times)
         if chip.flops and chip.memory_bandwidth and chip.link_bandwidth:
             own = {
@@ -135,7 +137,8 @@ def cost(
                 "memory": times * _moved(work, compiled) / chip.memory_bandwidth,
                 "links": times * sum(sent.values()) / chip.link_bandwidth,
             }
-            spent.update(own)
+            for name, took in own.items():
+                spent[name] += took
             seconds += max(own.values())
     return Cost(
         case=load.case,
@@ -144,7 +147,7 @@ def cost(
         executed=dict(executed),
         links=dict(sorted(links.items(), key=lambda item: -item[1])),
         seconds=seconds if known else None,
-        binding=max(spent, key=lambda name: spent[name]) if known else "",
+        binding=max(spent, key=spent.__getitem__) if known else "",
         by_binding=dict(spent) if known else {},
     )
 

@@ -86,7 +86,7 @@ def _sizes(program: Program) -> str:
 def _flops(plan: Plan) -> list[str]:
     lines = [
         "a step, by the busiest device: T = 1e12 FLOPs of matrix products",
-        f"  {'lengths':<8}{'routing':<10}{'useful':>10}{'executed':>10}{'ratio':>7}{'seconds':>10}{'MFU <=':>8}  bound by",
+        "  lengths routing       useful  executed  ratio   seconds  MFU <=  bound by",
     ]
     for cost in plan.costs:
         seconds = f"{'-':>10}" if cost.seconds is None else f"{cost.seconds:>10.1f}"

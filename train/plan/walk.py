@@ -9,7 +9,6 @@ XLA's own `cost_analysis` is not used: it counts the body of a loop once and a k
 
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -94,28 +93,32 @@ def walk(jaxpr: Any, devices: int, rules: Rules) -> Work:
     Raises:
       ValueError: a loop, kernel or call that no rule describes.
     """
-    flops: Counter[str] = Counter()
+    flops: dict[str, float] = {}
     moved = _walk(jaxpr, _At(times=1.0, share=1 / devices, names=()), rules, flops)
     return Work(flops=dict(flops), bytes=moved)
 
 
-def _walk(jaxpr: Any, at: _At, rules: Rules, flops: Counter[str]) -> float:
+def _walk(jaxpr: Any, at: _At, rules: Rules, flops: dict[str, float]) -> float:
     moved = 0.0
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         name = equation.primitive.name
         here = dataclasses.replace(at, names=(*at.names, *_names(equation)))
         if name in _DOTS:
-            flops[_room(here.names)] += here.times * here.share * _dot(equation)
+            _add(flops, _room(here.names), here.times * here.share * _dot(equation))
             moved += here.times * here.share * _moved(equation)
         elif name == "pallas_call":
-            flops[_room(here.names)] += here.times * here.share * _kernel(equation, here, rules)
+            _add(flops, _room(here.names), here.times * here.share * _kernel(equation, here, rules))
             moved += here.times * here.share * _moved(equation)
         else:
             moved += _nested(equation, here, rules, flops)
     return moved
 
 
-def _nested(equation: Any, at: _At, rules: Rules, flops: Counter[str]) -> float:
+def _add(flops: dict[str, float], room: str, count: float) -> None:
+    flops[room] = flops.get(room, 0.0) + count
+
+
+def _nested(equation: Any, at: _At, rules: Rules, flops: dict[str, float]) -> float:
     name, parameters = equation.primitive.name, equation.params
     if name in _OPAQUE:
         raise ValueError(f"plan: expected programs of known primitives, got {name} in {'/'.join(at.names)}; no rule")
@@ -138,7 +141,7 @@ def _nested(equation: Any, at: _At, rules: Rules, flops: Counter[str]) -> float:
     return sum(_walk(body, at, rules, flops) for body in inner)
 
 
-def _loop(body: Any, at: _At, rules: Rules, flops: Counter[str]) -> float:
+def _loop(body: Any, at: _At, rules: Rules, flops: dict[str, float]) -> float:
     if _is_empty([body], at, rules):
         return 0.0
     scope = next((scope for scope in reversed(at.names) if scope in rules.loops), None)
@@ -151,15 +154,16 @@ def _loop(body: Any, at: _At, rules: Rules, flops: Counter[str]) -> float:
     return _walk(body, dataclasses.replace(at, times=at.times * rules.loops[scope]), rules, flops)
 
 
-def _branches(bodies: list[Any], at: _At, rules: Rules, flops: Counter[str]) -> float:
+def _branches(bodies: list[Any], at: _At, rules: Rules, flops: dict[str, float]) -> float:
     """The costliest branch."""
-    seen: list[tuple[float, Counter[str], float]] = []
+    seen: list[tuple[float, dict[str, float], float]] = []
     for body in bodies:
-        own: Counter[str] = Counter()
+        own: dict[str, float] = {}
         moved = _walk(body, at, rules, own)
         seen.append((sum(own.values()), own, moved))
     _, own, moved = max(seen, key=lambda branch: branch[0])
-    flops.update(own)
+    for room, count in own.items():
+        _add(flops, room, count)
     return moved
 
 
