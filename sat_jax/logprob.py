@@ -88,16 +88,17 @@ def token_logp(
         raise ValueError(f"chunk: expected at least 1 vocabulary column, got {chunk}")
     temperature = lax.stop_gradient(jnp.asarray(temperature, jnp.float32))
     if mesh is None or mesh.size == 1:
-        width = min(chunk or _chunk_width(sizes["B"] * sizes["T"]), sizes["V"])
+        width = min(chunk or chunk_width(sizes["B"] * sizes["T"]), sizes["V"])
         return _score(_Layout(chunk=width, mesh=None), hidden_BTD, head_DV, target_BT, temperature)
     held = sizes["V"] // math.prod(mesh.shape[axis] for axis in ("tensor", *_GATHERED))
     local_tokens = sizes["B"] * sizes["T"] // math.prod(mesh.shape[axis] for axis in ("data", *_GATHERED))
     gathered = _Layout(chunk=1, mesh=mesh).gathered
-    width = min(-(-(chunk or _chunk_width(local_tokens)) // gathered), held)
+    width = min(-(-(chunk or chunk_width(local_tokens)) // gathered), held)
     return _score(_Layout(chunk=width, mesh=mesh), hidden_BTD, head_DV, target_BT, temperature)
 
 
-def _chunk_width(tokens: int) -> int:
+def chunk_width(tokens: int) -> int:
+    """Columns of the vocabulary that one step multiplies for so many tokens of a device, before the mesh's rounding."""
     width = _CHUNK_ELEMENTS // max(tokens, 1) // _TILE * _TILE
     return min(max(width, _CHUNK_MIN), _CHUNK_MAX)
 

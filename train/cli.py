@@ -68,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="KEY",
         help="resume although this key of the config (or a whole section) was changed; repeatable",
     )
+    train.add_argument("--profile", metavar="FIRST:LAST", help="write an xprof trace of these steps, such as 10:12")
     train.set_defaults(run=_train)
     serve = verbs.add_parser("serve", help="serve a config's policy with the local engine, for a trainer elsewhere")
     _config_arguments(serve)
@@ -89,6 +90,9 @@ def _parser() -> argparse.ArgumentParser:
     _config_arguments(doctor)
     doctor.add_argument("--json", action="store_true", help="one JSON object on standard output")
     doctor.set_defaults(run=_doctor)
+    _plan_arguments(
+        verbs.add_parser("plan", help="what a config needs on a machine that is not there, before it is paid")
+    )
     _prepare_arguments(verbs.add_parser("prepare", help="public data sets -> a file of prompts and answers"))
     benches = verbs.add_parser("bench", help="time a part on this machine").add_subparsers(
         required=True, metavar="PART"
@@ -97,6 +101,24 @@ def _parser() -> argparse.ArgumentParser:
     _policy_arguments(benches.add_parser("policy", help="train, score and decode, against transformers"))
     _async_arguments(benches.add_parser("async", help="bounded against synchronous, the engine at the trainer's pace"))
     return parser
+
+
+def _plan_arguments(parser: argparse.ArgumentParser) -> None:
+    _config_arguments(parser)
+    parser.add_argument("--topology", required=True, metavar="NAME", help="v5p:4x4x4, v5e:8x8, v6e:8x8, h200:8, cpu:8")
+    parser.add_argument(
+        "--network", type=float, default=12.5, metavar="GB/S", help="between trainer and fleet, for a push (12.5)"
+    )
+    parser.add_argument("--rollout-tokens-per-s", type=float, metavar="R", help="that the whole fleet samples")
+    parser.add_argument(
+        "--response-tokens", type=int, metavar="N", help="mean of a completion (default: a quarter of the longest)"
+    )
+    parser.add_argument("--largest", action="store_true", help="compile for the largest microbatch that fits, too")
+    parser.add_argument(
+        "--no-cache", action="store_true", help="compile anew; else figures are kept in RUNS/plan-cache"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    parser.set_defaults(run=_plan)
 
 
 def _convert_arguments(parser: argparse.ArgumentParser) -> None:
@@ -208,8 +230,10 @@ def _train(arguments: argparse.Namespace) -> None:
     from train.config import load
     from train.loop import train
     from train.preemption import Preempted, Preemption
+    from train.profile import ProfileConfig
     from train.run import Options
 
+    profile = None if arguments.profile is None else ProfileConfig.parse(arguments.profile)
     preemption = Preemption()
     preemption.install()
     config = load(arguments.config, arguments.overrides)
@@ -218,7 +242,10 @@ def _train(arguments: argparse.Namespace) -> None:
         _say(f"the run that was in {folder} is now in {aside}")
     try:
         with claim(folder, config, arguments.allow_changed):
-            train(config, folder, Options(console=not arguments.quiet, record=arguments.record, preemption=preemption))
+            options = Options(
+                console=not arguments.quiet, record=arguments.record, preemption=preemption, profile=profile
+            )
+            train(config, folder, options)
     except Preempted:
         _say("preempted; the same command resumes from the newest checkpoint")
         raise
@@ -258,6 +285,31 @@ def _doctor(arguments: argparse.Namespace) -> None:
 
     config = load(arguments.config, arguments.overrides)
     if not doctor(config, arguments.runs / config.name, as_json=arguments.json):
+        raise SystemExit(1)
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    kind, _, count = arguments.topology.partition(":")
+    # Read when JAX or libtpu first start: nothing here computes, no metadata server answers, and several plans may run.
+    os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    os.environ.setdefault("TPU_MIN_LOG_LEVEL", "3")
+    if kind == "cpu" and count.isdecimal():
+        os.environ["XLA_FLAGS"] = _xla_flags(0, int(count))
+    from train.config import load
+    from train.plan import PlanOptions, make_plan
+    from train.plan.report import as_json, as_text
+
+    options = PlanOptions(
+        topology=arguments.topology,
+        cache=None if arguments.no_cache else arguments.runs / "plan-cache",
+        network=arguments.network * 1e9,
+        rollout_tokens=arguments.rollout_tokens_per_s,
+        response_tokens=arguments.response_tokens,
+        largest=arguments.largest,
+    )
+    plan = make_plan(load(arguments.config, arguments.overrides), options, _say)
+    sys.stdout.write((as_json(plan) if arguments.json else as_text(plan)) + "\n")
+    if not plan.fits:
         raise SystemExit(1)
 
 

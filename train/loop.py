@@ -4,6 +4,7 @@ from pathlib import Path
 
 from train.config import RunConfig
 from train.preemption import Preempted
+from train.profile import profiling
 from train.recording import batch_path, save_batch
 from train.run import Options, Run, open_run, require_finite
 
@@ -19,9 +20,10 @@ def train(config: RunConfig, folder: Path, options: Options | None = None) -> No
     options = options or Options()
     with open_run(config, folder, options) as r:
         r.begin()  # the fleet first serves the version that the schedule asks for
-        with options.preemption.held():
+        with options.preemption.held(), profiling(options.profile, folder) as profiler:
             try:
                 while (version := r.state.version) < config.steps:
+                    profiler.at(version)
                     _step(r, version)
                     options.preemption.leave_if_asked()
             except Preempted:

@@ -31,6 +31,7 @@ from train.freshness import mask_stale
 from train.groups import Group
 from train.ledger_log import LedgerLog
 from train.preemption import Preemption
+from train.profile import ProfileConfig
 from train.publish import Publisher
 from train.recording import save_batch
 from train.reference import Reference
@@ -342,10 +343,12 @@ class Options:
       console: whether to show it.
       record: whether to save every step's batch.
       preemption: where SIGTERM is heard of.
+      profile: steps of which a trace is written; None = none.
     """
 
     console: bool = True
     record: bool = False
+    profile: ProfileConfig | None = None
     preemption: Preemption = dataclasses.field(default_factory=Preemption)
 
 

@@ -154,8 +154,8 @@ class Step:
         seen |= {"grad_norm": float(norm), "microbatches": float(len(batch))}
         return TrainState(state.version + ok, params, opt_state), StepReport(finite=ok, metrics=seen)
 
-    def lower(self, state: TrainState, micro: TokenBatch, microbatches: int = 1) -> dict[str, jax.stages.Lowered]:
-        """The programs of one update, lowered but not compiled.
+    def trace(self, state: TrainState, micro: TokenBatch, microbatches: int = 1) -> dict[str, jax.stages.Traced]:
+        """Every program of an optimizer step, traced: a jaxpr to count in, and what `lower` lowers.
 
         Args:
           state: the state; shapes with shardings will do (`train.abstract`), and so will a mesh of mere topology.
@@ -163,27 +163,38 @@ class Step:
           microbatches: how many the batch has.
 
         Returns:
-          By name: gradient (of the first or only microbatch) and apply; with several, accumulate (gradients of the
-          others) too, and mismatch where the objective measures the batch first.
+          By name, in the order of a step: gradient (of the first or only microbatch), metrics and apply; with several
+          also denominator, accumulate (gradients of the others), and mismatch and threshold where the objective
+          measures the batch first; score where a frozen reference or a proximal anchor is scored.
         """
         objective, several = self._objective, microbatches > 1
+        measures = several and objective.needs_measure
         logp: Any = jax.ShapeDtypeStruct(micro.target_BT.shape, jnp.float32, sharding=micro.target_BT.sharding)
         scalar: Any = jax.ShapeDtypeStruct((), jnp.float32)
         given = _Given(
-            measured=Measured(mismatch_BT=logp, threshold=scalar) if several and objective.needs_measure else None,
+            measured=Measured(mismatch_BT=logp, threshold=scalar) if measures else None,
             denominator=scalar if several else None,
             ref_logp_BT=logp if objective.needs_reference else None,
             prox_logp_BT=logp if objective.needs_proximal else None,
         )
-        programs = {
-            "gradient": self._grad_jit.lower(state.params, None, micro, given),
-            "apply": self._apply_jit.lower(state.params, state.opt_state, state.params, scalar),
-        }
+        programs: dict[str, jax.stages.Traced] = {}
         if several:
-            programs["accumulate"] = self._grad_jit.lower(state.params, state.params, micro, given)
-            if objective.needs_measure:
-                programs["mismatch"] = self._mismatch_jit.lower(state.params, micro)
+            programs["denominator"] = self._denominator_jit.trace(micro)
+        if measures:
+            programs["mismatch"] = self._mismatch_jit.trace(state.params, micro)
+            programs["threshold"] = self._threshold_jit.trace((logp,) * microbatches, (micro,) * microbatches)
+        if objective.needs_reference or objective.needs_proximal:
+            programs["score"] = self._score_jit.trace(state.params, micro)
+        programs["gradient"] = self._grad_jit.trace(state.params, None, micro, given)
+        if several:
+            programs["accumulate"] = self._grad_jit.trace(state.params, state.params, micro, given)
+        programs["apply"] = self._apply_jit.trace(state.params, state.opt_state, state.params, scalar)
+        programs["metrics"] = self._values_jit.trace(programs["gradient"].out_info[1])
         return programs
+
+    def lower(self, state: TrainState, micro: TokenBatch, microbatches: int = 1) -> dict[str, jax.stages.Lowered]:
+        """The programs of `trace`, lowered but not compiled."""
+        return {name: program.lower() for name, program in self.trace(state, micro, microbatches).items()}
 
     def _score(self, params: nnx.State, micro: TokenBatch) -> PolicyOutput:
         with jax.named_scope("score"):
@@ -206,15 +217,16 @@ class Step:
     ) -> tuple[nnx.State, Metrics]:
         def loss(params: nnx.State) -> tuple[jax.Array, Metrics]:
             output = self._score(params, micro)
-            report = policy_loss(
-                output.logp_BT,
-                micro,
-                self._objective,
-                measured=given.measured,
-                prox_logp_BT=given.prox_logp_BT,
-                ref_logp_BT=given.ref_logp_BT,
-                denominator=given.denominator,
-            )
+            with jax.named_scope("objective"):
+                report = policy_loss(
+                    output.logp_BT,
+                    micro,
+                    self._objective,
+                    measured=given.measured,
+                    prox_logp_BT=given.prox_logp_BT,
+                    ref_logp_BT=given.ref_logp_BT,
+                    denominator=given.denominator,
+                )
             metrics = report.metrics | _policy_metrics(output, micro) | {"loss": Sum(report.loss)}
             return report.loss, metrics | {"attention/useful": Mean(*attention_pairs(micro.segment_BT, self._mesh))}
 
@@ -225,7 +237,7 @@ class Step:
         return gradients, metrics
 
     def _apply(self, params: nnx.State, opt_state: Any, gradients: nnx.State, loss: jax.Array) -> tuple[Any, Any, Any]:
-        with jax.named_scope("apply"):
+        with jax.named_scope("optimizer"):
             norm = optax.tree.norm(gradients)
             finite = jnp.isfinite(loss) & jnp.isfinite(norm)
             updates, advanced = self._optimizer.update(gradients, opt_state, params)

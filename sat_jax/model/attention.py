@@ -79,6 +79,13 @@ def packed_attention(
     return sharded(q_BTHC, k_BTGC, v_BTGC, segment_BT)
 
 
+def attention_block(length: int, mesh: Mesh) -> int:
+    """Positions of the blocks of queries and keys in which rows of this length are attended on the mesh's devices."""
+    if platform(mesh) == "tpu":
+        return block_size(length)
+    return length if length <= _WHOLE_ROW else _BLOCK
+
+
 def attention_pairs(segment_BT: jax.Array, mesh: Mesh) -> tuple[jax.Array, jax.Array]:
     """Pairs of a query and a key: those that see each other, and those that `packed_attention` multiplies.
 
@@ -99,7 +106,7 @@ def attention_pairs(segment_BT: jax.Array, mesh: Mesh) -> tuple[jax.Array, jax.A
     if length <= _WHOLE_ROW and not on_tpu:
         executed = jnp.float32(rows * length * length)
     else:
-        block = block_size(length) if on_tpu else _BLOCK
+        block = attention_block(length, mesh)
         padded_BT = jnp.pad(segment_BT, ((0, 0), (0, -length % block)))
         visited = jnp.arange(padded_BT.shape[1] // block) + 1 - first_key_block(padded_BT, block)
         # The kernel for TPU runs a block of padding against itself, the other one skips it.

@@ -99,7 +99,8 @@ def _forward(rows: int, routed: Routed, weights: ExpertWeights) -> tuple[jax.Arr
         y = take_rows(flat_weight, choice)[:, None] * _dot(hidden, cast.down_EFD[expert], 1, 0)
         return add_rows(out_ND, choice // slots, filled, y), executed + x.shape[0]
 
-    return lax.fori_loop(0, plan.blocks, block, (jnp.zeros(x_ND.shape, jnp.float32), jnp.int32(0)))
+    with jax.named_scope("expert_blocks"):  # by this name `plan` knows how often it runs
+        return lax.fori_loop(0, plan.blocks, block, (jnp.zeros(x_ND.shape, jnp.float32), jnp.int32(0)))
 
 
 def _backward(
@@ -138,7 +139,8 @@ def _backward(
         )
 
     zeros = (jnp.zeros(x_ND.shape, jnp.float32), jnp.zeros(flat_weight.shape, jnp.float32), expert_zeros(weights))
-    dx_ND, dweight, dweights = lax.fori_loop(0, plan.blocks, block, zeros)
+    with jax.named_scope("expert_blocks"):
+        dx_ND, dweight, dweights = lax.fori_loop(0, plan.blocks, block, zeros)
     return dx_ND, dweight.reshape(routed.weight_NK.shape), dweights
 
 

@@ -108,7 +108,8 @@ def _forward_block(
 
     column = jnp.zeros((*query.shape[:-1], 1), jnp.float32)
     start = (column + _LOWEST, column, jnp.zeros(query.shape, jnp.float32))
-    top, mass, total = lax.fori_loop(first[number], number + 1, fold, start)
+    with jax.named_scope("attention_blocks"):  # by this name `plan` knows how often it runs
+        top, mass, total = lax.fori_loop(first[number], number + 1, fold, start)
     mass = jnp.where(mass > 0, mass, 1)  # padding sees nothing
     return (total / mass).astype(query.dtype), (top + jnp.log(mass))[..., 0]
 
@@ -124,9 +125,10 @@ def _backward(saved: tuple[jax.Array, ...], grad: jax.Array) -> tuple[jax.Array 
         def block(carry: tuple[jax.Array, jax.Array], number: jax.Array) -> tuple[Any, jax.Array]:
             query = (q[number], grad[number], mass[number], inner[number])
             body = functools.partial(_backward_block, number, query, (k, v, segment))
-            dq, dk, dv = lax.fori_loop(
-                first[number], number + 1, body, (jnp.zeros(query[0].shape, jnp.float32), *carry)
-            )
+            with jax.named_scope("attention_blocks"):
+                dq, dk, dv = lax.fori_loop(
+                    first[number], number + 1, body, (jnp.zeros(query[0].shape, jnp.float32), *carry)
+                )
             return (dk, dv), dq.astype(q.dtype)
 
         zeros = (jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32))

@@ -61,7 +61,8 @@ def exchange_forward(
         return add_rows(out_ND, token.reshape(-1), filled.reshape(-1), _flat(back)), executed + ran
 
     start = (jnp.zeros(routed.x_ND.shape, jnp.float32), jnp.int32(0))
-    return lax.fori_loop(0, sending.rounds, send, start)
+    with jax.named_scope("exchange_rounds"):  # by this name `plan` knows how often it runs
+        return lax.fori_loop(0, sending.rounds, send, start)
 
 
 def exchange_backward(
@@ -90,7 +91,8 @@ def exchange_backward(
         )
 
     zeros = (*(jnp.zeros(a.shape, jnp.float32) for a in (routed.x_ND, routed.weight_NK)), expert_zeros(weights))
-    return lax.fori_loop(0, sending.rounds, send, zeros)
+    with jax.named_scope("exchange_rounds"):
+        return lax.fori_loop(0, sending.rounds, send, zeros)
 
 
 def _round_size(routed: Routed) -> int:

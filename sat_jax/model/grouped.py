@@ -66,6 +66,11 @@ def chunk_rows(choices: int, experts: int) -> int:
     return min(_CHUNK_MAX, max(_CHUNK_MIN, 1 << (wanted.bit_length() - 1)))
 
 
+def tile_rows(rows: int) -> int:
+    """Rows of a tile of a chunk's products; a tile that two experts share is run for both."""
+    return min(_TILE[0], rows)
+
+
 def grouped_kernel(*, interpret: bool = False) -> ExpertKernel:
     """The kernel.
 
@@ -83,7 +88,6 @@ def _forward(interpret: bool, rows: int, routed: Routed, weights: ExpertWeights)
     choices = _sort(routed.ids_NK, weights.gate_EDF.shape[0], rows)
     cast = cast_weights(weights, routed.x_ND.dtype)
     x_ND, flat_weight, slots = routed.x_ND, routed.weight_NK.reshape(-1), routed.weight_NK.shape[1]
-    tile_rows = _tiling(rows, routed.x_ND.dtype)[0]
 
     def run(number: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         out_ND, executed = carry
@@ -93,10 +97,11 @@ def _forward(interpret: bool, rows: int, routed: Routed, weights: ExpertWeights)
         hidden = jax.nn.silu(product(x, cast.gate_EDF)) * product(x, cast.up_EDF)
         y = product(hidden.astype(x.dtype), cast.down_EFD) * take_rows(flat_weight, chunk.choice)[:, None]
         out_ND = add_rows(out_ND, chunk.choice // slots, chunk.filled[:, 0], y)
-        return out_ND, executed + _executed(chunk.size_E, tile_rows)
+        return out_ND, executed + _executed(chunk.size_E, tile_rows(rows))
 
     start = (jnp.zeros(x_ND.shape, jnp.float32), jnp.int32(0))
-    return lax.fori_loop(0, -(-choices.end_E[-1] // rows), run, start)
+    with jax.named_scope("expert_chunks"):  # by this name `plan` knows how often it runs
+        return lax.fori_loop(0, -(-choices.end_E[-1] // rows), run, start)
 
 
 def _backward(
@@ -134,7 +139,8 @@ def _backward(
         )
 
     zeros = (jnp.zeros(x_ND.shape, jnp.float32), jnp.zeros(flat_weight.shape, jnp.float32), expert_zeros(weights))
-    dx_ND, dweight, dweights = lax.fori_loop(0, -(-choices.end_E[-1] // rows), run, zeros)
+    with jax.named_scope("expert_chunks"):
+        dx_ND, dweight, dweights = lax.fori_loop(0, -(-choices.end_E[-1] // rows), run, zeros)
     return dx_ND, dweight.reshape(routed.weight_NK.shape), dweights
 
 
@@ -171,8 +177,8 @@ def _outer(chunk: _Chunk, interpret: bool, left: jax.Array, right: jax.Array) ->
 
 
 def _tiling(rows: int, dtype: jnp.dtype) -> tuple[int, int, int]:
-    height, depth, width = _TILE
-    return min(height, rows), depth * 2 // jnp.dtype(dtype).itemsize, width
+    _, depth, width = _TILE
+    return tile_rows(rows), depth * 2 // jnp.dtype(dtype).itemsize, width
 
 
 def _executed(size_E: jax.Array, tile_rows: int) -> jax.Array:

@@ -207,13 +207,17 @@ class Layer(nnx.Module):
     def _routed(
         self, normed_ND: jax.Array, experts_NK: jax.Array, present_N: jax.Array, real_BT: jax.Array | None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        score_NE = jnp.matmul(
-            normed_ND.astype(jnp.float32), self.router_DE[...].astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
-        )
-        ids_NK, weight_NK, agreement_N = route(score_NE, experts_NK, present_N, self.config)
+        with jax.named_scope("router"):
+            score_NE = jnp.matmul(
+                normed_ND.astype(jnp.float32),
+                self.router_DE[...].astype(jnp.float32),
+                precision=jax.lax.Precision.HIGHEST,
+            )
+            ids_NK, weight_NK, agreement_N = route(score_NE, experts_NK, present_N, self.config)
         used_N = jnp.ones(len(normed_ND), bool) if real_BT is None else real_BT.reshape(-1)
         weights = ExpertWeights(gate_EDF=self.gate_EDF[...], up_EDF=self.up_EDF[...], down_EFD=self.down_EFD[...])
-        out_ND = apply_experts(normed_ND, ids_NK, weight_NK, used_N, weights, self.mesh)
+        with jax.named_scope("experts"):
+            out_ND = apply_experts(normed_ND, ids_NK, weight_NK, used_N, weights, self.mesh)
         # The experts leave such an id out, which would pass for a small difference.
         unknown_N = used_N & (ids_NK >= self.config.experts).any(-1)
         return jnp.where(unknown_N[:, None], jnp.nan, out_ND), ids_NK, agreement_N

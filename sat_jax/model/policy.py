@@ -148,9 +148,10 @@ class Policy(nnx.Module):
           temperature: what the logits are divided by, > 0; the sampler's.
         """
         hidden_BTD, used, agreement_BT = self._run(batch.input_BT, batch.segment_BT, batch.position_BT, batch.trace)
-        logp_BT, entropy_BT = token_logp(
-            hidden_BTD, self.head_DV, batch.target_BT, temperature=temperature, mesh=self.mesh
-        )
+        with jax.named_scope("logprob"):
+            logp_BT, entropy_BT = token_logp(
+                hidden_BTD, self.head_DV, batch.target_BT, temperature=temperature, mesh=self.mesh
+            )
         return PolicyOutput(logp_BT=logp_BT, entropy_BT=entropy_BT, trace=used, agreement_BT=agreement_BT)
 
     def _run(
@@ -165,8 +166,9 @@ class Policy(nnx.Module):
         present_BT = trace.present_BT & real_BT
 
         def run_layer(layer: Layer, x_BTD: jax.Array, _: jax.Array, experts_BTK: jax.Array | None) -> tuple[Any, Any]:
-            q_BTHC, k_BTGC, v_BTGC = layer.project(x_BTD, position_BT)
-            x_BTD = layer.merge(x_BTD, packed_attention(q_BTHC, k_BTGC, v_BTGC, segment_BT, self.mesh))
+            with jax.named_scope("attention"):
+                q_BTHC, k_BTGC, v_BTGC = layer.project(x_BTD, position_BT)
+                x_BTD = layer.merge(x_BTD, packed_attention(q_BTHC, k_BTGC, v_BTGC, segment_BT, self.mesh))
             x_BTD, used_BTK, agreement_BT = layer.feed_forward(x_BTD, experts_BTK, present_BT, real_BT)
             return constrain(x_BTD, self.mesh, "batch", "unsharded", "unsharded"), (used_BTK, agreement_BT)
 

@@ -1,0 +1,63 @@
+"""What to change, in order of what it frees."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from train.config import load
+from train.plan.advice import advise, enough
+from train.plan.memory import Resident
+from train.plan.plan import policy_of
+
+CONFIG = Path(__file__).parents[3] / "configs" / "qwen3_30b_a3b_sat_gspo_r3_lag8.toml"
+GIB = 2**30
+HELD = Resident(
+    parameters=2 * GIB, optimizer=4 * GIB, accumulator=2 * GIB, reference=2 * GIB, routes=GIB, tokens=0, scores=0
+)
+
+
+def settings(config, temporary=0):
+    return [one.settings for one in advise(config, policy_of(config), HELD, temporary)]
+
+
+def test_advice_comes_in_order_of_what_it_frees():
+    found = advise(load(CONFIG), policy_of(load(CONFIG)), HELD, 30 * GIB)
+    assert [one.frees for one in found] == sorted((one.frees for one in found), reverse=True)
+    assert found[0].settings == ("sampling.max_new_tokens=15360", "batch.row_length=16384")
+    assert found[0].frees == 15 * GIB
+    # Attention's output and logsumexp of 48 layers and 32768 positions, which "full" computes again.
+    assert found[1].settings == ("policy.remat=full",)
+    assert found[1].frees == 48 * 32768 * 32 * (128 * 2 + 4)
+    assert found[2].settings == ("optim.mu_dtype=bfloat16",)
+    assert found[2].frees == GIB
+
+
+def test_where_a_device_has_several_rows_it_gets_fewer_before_shorter_ones():
+    config = load(CONFIG, ["batch.rows=192"])
+    assert ("batch.rows=128",) in settings(config, 30 * GIB)
+
+
+def test_copies_of_the_model_become_shards():
+    config = load(CONFIG, ["mesh.data=2", "mesh.fsdp=4"])
+    found = {one.settings: one.frees for one in advise(config, policy_of(config), HELD, 0)}
+    assert found["mesh.data=1", "mesh.fsdp=8"] == 5 * GIB
+
+
+def test_what_is_done_already_is_not_advised():
+    config = load(CONFIG, ["policy.remat=full", "optim.mu_dtype=bfloat16"])
+    assert settings(config) == []
+
+
+@pytest.mark.parametrize("remat", ["none", "projections", "attention"])
+def test_every_policy_of_recomputation_has_one_that_keeps_less(remat):
+    config = load(CONFIG, [f"policy.remat={remat}"])
+    assert any(setting.startswith("policy.remat=") for one in settings(config) for setting in one)
+
+
+def test_no_more_is_advised_than_is_missing():
+    found = advise(load(CONFIG), policy_of(load(CONFIG)), HELD, 30 * GIB)
+    assert enough(found, 14 * GIB) == found[:1]
+    assert enough(found, 16 * GIB) == found[:2]
+    assert enough(found, 100 * GIB) == found
+    assert dataclasses.astuple(found[0])[0] == found[0].settings

@@ -1,0 +1,105 @@
+"""What to change when a step does not fit: settings, in order of what they free."""
+
+import dataclasses
+import math
+
+from sat_jax.model import PolicyConfig
+from train.config import RunConfig
+from train.plan.memory import Resident, saved_bytes
+
+_REMAT = ("none", "projections", "attention", "full")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Advice:
+    """One change.
+
+    Attributes:
+      settings: "a.b=c" each, as `--set` takes them.
+      frees: bytes a device, estimated.
+      why: a sentence.
+    """
+
+    settings: tuple[str, ...]
+    frees: int
+    why: str
+
+
+def advise(config: RunConfig, policy: PolicyConfig, resident: Resident, temporary: int) -> tuple[Advice, ...]:
+    """Changes that free memory, largest first.
+
+    Args:
+      config: the run.
+      policy: its architecture.
+      resident: what lives between programs.
+      temporary: bytes a device of the fullest program's own, beyond what it was given.
+    """
+    found = [
+        *_remat(config, policy),
+        *_smaller(config, temporary),
+        *_mesh(config, policy, resident),
+        *_moments(config, resident),
+    ]
+    return tuple(sorted((one for one in found if one.frees > 0), key=lambda one: -one.frees))
+
+
+def _remat(config: RunConfig, policy: PolicyConfig) -> list[Advice]:
+    """The next policy that keeps less; from none, which keeps every intermediate value, straight to attention."""
+    if policy.remat == "full":
+        return []
+    target = {"none": "attention", "projections": "attention", "attention": "full"}[policy.remat]
+    positions = config.batch.rows * config.batch.row_length // config.mesh.batch_shards
+    after = saved_bytes(dataclasses.replace(policy, remat=target), positions, config.mesh.tensor) or 0
+    before = saved_bytes(policy, positions, config.mesh.tensor)
+    if before is None:
+        # Inputs of every product: the norms', queries, keys, values, the experts' rows in and out.
+        size = 2 if policy.dtype == "bfloat16" else 4
+        before = after + policy.layers * positions * 8 * policy.width * size
+    why = f"the backward pass computes {'all of a layer' if target == 'full' else 'all but attention'} again"
+    return [Advice(settings=(f"policy.remat={target}",), frees=before - after, why=why)]
+
+
+def _smaller(config: RunConfig, temporary: int) -> list[Advice]:
+    """Half of a device's rows; where it has but one, rows of half the length."""
+    batch, shards = config.batch, config.mesh.batch_shards
+    if batch.rows > shards:
+        rows = math.ceil(batch.rows / shards / 2) * shards
+        share = 1 - rows / batch.rows
+        why = "fewer rows of a microbatch: more microbatches a step"
+        return [Advice(settings=(f"batch.rows={rows}",), frees=int(temporary * share), why=why)]
+    length, prompt = batch.row_length // 2, batch.row_length - config.sampling.max_new_tokens
+    if length <= prompt + 1:
+        return []
+    settings = (f"sampling.max_new_tokens={length - prompt}", f"batch.row_length={length}")
+    why = "shorter completions and rows: a row has to fit one group of `tensor`, and here each has but one"
+    return [Advice(settings=settings, frees=temporary // 2, why=why)]
+
+
+def _mesh(config: RunConfig, policy: PolicyConfig, resident: Resident) -> list[Advice]:
+    """Copies of the model become shards of it."""
+    mesh = config.mesh
+    width = mesh.fsdp * mesh.data
+    if mesh.data == 1 or policy.width % width:
+        return []
+    held = resident.parameters + resident.optimizer + resident.accumulator + resident.reference
+    why = "shards of every parameter in place of copies: more gathers"
+    settings = ("mesh.data=1", f"mesh.fsdp={width}")
+    return [Advice(settings=settings, frees=int(held * (1 - 1 / mesh.data)), why=why)]
+
+
+def _moments(config: RunConfig, resident: Resident) -> list[Advice]:
+    if config.optim.mu_dtype == "bfloat16":
+        return []
+    why = "the mean of gradients in two bytes a parameter"
+    return [Advice(settings=("optim.mu_dtype=bfloat16",), frees=resident.parameters // 2, why=why)]
+
+
+def enough(advice: tuple[Advice, ...], missing: int) -> tuple[Advice, ...]:
+    """The first of them that together free what is missing; all of them where they do not."""
+    freed, taken = 0, []
+    for one in advice:
+        if freed >= missing:
+            break
+        taken.append(one)
+        freed += one.frees
+    return tuple(taken)
