@@ -4,11 +4,15 @@ Every process keeps the books of the prompts that it samples (`train.share`); a 
 merged, as one process would have written them. Pure.
 """
 
+import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from train.ledger import LedgerEntry, LedgerState
+from train.buffer import BufferSnapshot, BufferStats
+from train.ledger import Ledger, LedgerEntry, LedgerState, ledger_from
 from train.share import Share
+from train.team import Team
 
 
 def split_books(state: LedgerState, share: Share) -> LedgerState:
@@ -73,3 +77,53 @@ def _total(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
     for count in counts:
         total.update(count)
     return dict(total)
+
+
+def own_part(snapshot: BufferSnapshot, share: Share) -> BufferSnapshot:
+    """What a process goes on with, of a cut's groups and books."""
+    if share.processes == 1:
+        return snapshot
+    groups = tuple(group for group in snapshot.groups if share.owns(group.ticket))
+    return BufferSnapshot(groups=groups, ledger=split_books(snapshot.ledger, share))
+
+
+def joint_snapshot(team: Team, snapshot: BufferSnapshot, step_groups: int) -> BufferSnapshot:
+    """The books of all processes beside this one's groups, for a cut; in the loop's thread.
+
+    Args:
+      team: the processes.
+      snapshot: of this one.
+      step_groups: groups that one process has in an optimizer step.
+    """
+    if team.share.processes == 1:
+        return snapshot
+    books = team.exchange("the books of a cut", dataclasses.asdict(snapshot.ledger))
+    merged = merge_books([ledger_from(said) for said in books])
+    Ledger(merged)  # it adds up, or this is an error
+    return dataclasses.replace(snapshot, ledger=merged, entry=joint_entry(team, snapshot.entry, step_groups))
+
+
+def joint_entry(team: Team, entry: LedgerEntry, step_groups: int) -> LedgerEntry:
+    """What moved in all processes; in the loop's thread."""
+    if team.share.processes == 1:
+        return entry
+    said = team.exchange("what moved", dataclasses.asdict(entry))
+    return merge_entries([_entry_from(fields) for fields in said], step_groups)
+
+
+def joint_stats(team: Team, stats: BufferStats) -> BufferStats:
+    """The buffers of all processes; of waits the longest."""
+    if team.share.processes == 1:
+        return stats
+    said = team.exchange("the buffers", dataclasses.asdict(stats))
+    counts = {name: sum(fields[name] for fields in said) for name in said[0] if name not in ("waited", "reasons")}
+    waited = max(fields["waited"] for fields in said)
+    return BufferStats(**counts, waited=waited, reasons=_total([fields["reasons"] for fields in said]))
+
+
+def _entry_from(fields: Mapping[str, Any]) -> LedgerEntry:
+    return LedgerEntry(
+        trained=tuple(fields["trained"]),
+        dropped=tuple((ticket, reason) for ticket, reason in fields["dropped"]),
+        reissued=tuple((ticket, attempt, reason) for ticket, attempt, reason in fields["reissued"]),
+    )

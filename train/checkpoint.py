@@ -18,16 +18,16 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-import xxhash
 from etils import epath
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from train.buffer import BufferSnapshot
-from train.groups import from_bytes, to_bytes
-from train.ledger import LedgerState
+from train.digest import array_digests
+from train.group_parts import pack_groups, template, unpack_groups
+from train.ledger import LedgerState, ledger_from
 from train.state import TrainState
 
-_FORMAT = 3
+_FORMAT = 4
 _SCORE = "score"
 
 
@@ -74,7 +74,8 @@ class Checkpoints:
         """
         self._folder = folder
         self._read_only = read_only
-        if not read_only:
+        self._removes = not read_only and jax.process_index() == 0
+        if self._removes:
             _remove_partials(folder, "*")
         options = ocp.CheckpointManagerOptions(
             preservation_policy=_preserved(keep, keep_best, read_only=read_only),
@@ -95,7 +96,7 @@ class Checkpoints:
     ) -> None:
         self._manager.close()
         # Threads of a failed save may have written once more after it was removed; now they have ended.
-        if not self._read_only:
+        if self._removes:
             _remove_partials(self._folder, "*")
 
     def latest(self) -> int | None:
@@ -112,14 +113,14 @@ class Checkpoints:
         if version == self.latest():
             return  # a batch-wise run is a function of its config and seed: the cut that is there is this one
         arrays = flatten(cut.state)
-        packed = np.frombuffer(to_bytes(list(cut.buffer.groups)), np.uint8)
+        packed, said = pack_groups(cut.buffer.groups)
         meta = {
             "format": _FORMAT,
             "version": version,
             "identity": dataclasses.asdict(cut.identity),
             "ledger": dataclasses.asdict(cut.buffer.ledger),
-            "groups": {"bytes": packed.size, "digest": xxhash.xxh3_128_hexdigest(packed.tobytes())},
-            "arrays": {name: _digest(array) for name, array in arrays.items()},
+            "groups": said,
+            "arrays": array_digests(arrays),
             "counters": dict(cut.counters),
         }
         items = ocp.args.Composite(
@@ -153,12 +154,12 @@ class Checkpoints:
         if version is not None:
             self._check(version, self._restore(version, meta=ocp.args.JsonRestore())["meta"], identity, but)
 
-    def restore(self, template: TrainState, identity: Identity, version: int | None = None) -> Cut | None:
+    def restore(self, state: TrainState, identity: Identity, version: int | None = None) -> Cut | None:
         """The newest cut, or None when there is none.
 
         Args:
           identity: of the run that wants it.
-          template: a state of this run's structure, for shapes, types and shardings.
+          state: a state of this run's structure, for shapes, types and shardings.
           version: of another cut that is kept, in place of the newest.
 
         Raises:
@@ -171,30 +172,30 @@ class Checkpoints:
         self._check(version, meta, identity)
         abstract = {
             name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-            for name, leaf in flatten(template).items()
+            for name, leaf in flatten(state).items()
         }
-        packed = {"packed": jax.ShapeDtypeStruct((meta["groups"]["bytes"],), np.uint8)}
+        packed = {"packed": template(meta["groups"])}
         found = self._restore(
             version, state=ocp.args.StandardRestore(abstract), groups=ocp.args.StandardRestore(packed)
         )
-        for name, array in found["state"].items():
-            if (digest := _digest(array)) != meta["arrays"].get(name):
+        for name, digest in array_digests(found["state"]).items():
+            if digest != meta["arrays"].get(name):
                 raise ValueError(
                     f"checkpoint {version}: expected {name} of digest {meta['arrays'].get(name)}, got {digest} "
                     f"({self._folder}); the file is damaged: delete that folder to resume from the checkpoint before it"
                 )
-        blob = np.asarray(found["groups"]["packed"]).tobytes()
-        if xxhash.xxh3_128_hexdigest(blob) != meta["groups"]["digest"]:
+        try:
+            groups = unpack_groups(found["groups"]["packed"], meta["groups"])
+        except ValueError as error:
             raise ValueError(
-                f"checkpoint {version}: expected groups of digest {meta['groups']['digest']}, got "
-                f"{xxhash.xxh3_128_hexdigest(blob)} ({self._folder}); the file is damaged: delete that folder to "
-                f"resume from the checkpoint before it"
-            )
+                f"checkpoint {version}: {error} ({self._folder}); the file is damaged: delete that folder to resume "
+                f"from the checkpoint before it"
+            ) from error
         return Cut(
             identity=identity,
-            state=unflatten(template, found["state"], version),
+            state=unflatten(state, found["state"], version),
             buffer=BufferSnapshot(
-                groups=tuple(from_bytes(blob)),
+                groups=groups,
                 ledger=read_ledger(meta),
             ),
             counters=meta["counters"],
@@ -251,10 +252,6 @@ def unflatten(template: TrainState, arrays: dict[str, jax.Array], version: int) 
     return TrainState(version=version, params=whole["params"], opt_state=whole["opt_state"])
 
 
-def _digest(array: jax.Array) -> str:
-    return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(np.asarray(array)).tobytes())
-
-
 def _remove_partials(folder: Path, version: str, *, tries: int = 1) -> None:
     # Orbax names a save that is not whole `<version>.orbax-checkpoint-tmp...`; it never counts as a checkpoint, but on
     # a full disk its bytes are needed.
@@ -303,9 +300,10 @@ def parameter_reader(folder: Path, version: int) -> Callable[[tuple[str, ...]], 
             raise ValueError(
                 f"checkpoint {version}: expected {name}, got {type(error).__name__}: {str(error)[:300]} ({folder})"
             ) from error
-        if _digest(array) != digests.get(name):
+        digest = array_digests({name: array})[name]
+        if digest != digests.get(name):
             raise ValueError(
-                f"checkpoint {version}: expected {name} of digest {digests.get(name)}, got {_digest(array)} "
+                f"checkpoint {version}: expected {name} of digest {digests.get(name)}, got {digest} "
                 f"({folder}); the file is damaged: convert another version"
             )
         return array
@@ -315,13 +313,4 @@ def parameter_reader(folder: Path, version: int) -> Callable[[tuple[str, ...]], 
 
 def read_ledger(meta: Mapping[str, Any]) -> LedgerState:
     """The books of a cut, from what `read_meta` gives."""
-    fields = meta["ledger"]
-    return LedgerState(
-        next_ticket=fields["next_ticket"],
-        out=tuple(fields["out"]),
-        buffered=tuple(fields["buffered"]),
-        attempts={int(ticket): attempt for ticket, attempt in fields["attempts"].items()},  # JSON's keys are strings
-        trained=fields["trained"],
-        dropped=fields["dropped"],
-        reissued=fields["reissued"],
-    )
+    return ledger_from(meta["ledger"])

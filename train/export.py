@@ -60,7 +60,7 @@ class Export:
         }
 
     def _arrays(self, params: nnx.State) -> dict[Path, Any]:
-        return {path: variable.get_raw_value() for path, variable in nnx.to_flat_state(params)}
+        return {tuple(map(str, path)): variable.get_raw_value() for path, variable in nnx.to_flat_state(params)}
 
     def _leaf(self, path: Path, array: jax.Array) -> np.ndarray:
         if not self._stacked[path]:

@@ -44,6 +44,19 @@ class LedgerState:
     reissued: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
+def ledger_from(fields: Mapping[str, Any]) -> LedgerState:
+    """The books from what JSON makes of them."""
+    return LedgerState(
+        next_ticket=fields["next_ticket"],
+        out=tuple(fields["out"]),
+        buffered=tuple(fields["buffered"]),
+        attempts={int(ticket): attempt for ticket, attempt in fields["attempts"].items()},  # JSON's keys are strings
+        trained=fields["trained"],
+        dropped=fields["dropped"],
+        reissued=fields["reissued"],
+    )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LedgerEntry:
     """What moved since the entry before it.

@@ -23,7 +23,7 @@ def train(config: RunConfig, folder: Path, options: Options | None = None) -> No
             try:
                 while (version := r.state.version) < config.steps:
                     _step(r, version)
-                    options.preemption.leave_if_asked()
+                    r.leave_if_asked()
             except Preempted:
                 r.leave()
                 raise

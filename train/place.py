@@ -48,10 +48,10 @@ def check_rows(mesh: Mesh, rows: int) -> None:
     Raises:
       ValueError: an axis that does not cut the rows reaches over processes.
     """
-    fed: Counter[int] = Counter()
+    fed: set[tuple[int, int]] = set()
     for device, index in batch_sharding(mesh).devices_indices_map((rows,)).items():
         start, stop, _ = index[0].indices(rows)
-        fed.update({(device.process_index, row): 1 for row in range(start, stop)}.keys())
+        fed |= {(device.process_index, row) for row in range(start, stop)}
     counts = Counter(process for process, _ in fed)
     if sum(counts.values()) != rows or len(set(counts.values())) > 1:
         raise ValueError(
