@@ -330,11 +330,13 @@ class Members:
 
     def _lose(self, lost: ProcessLost | Preempted, why: str = "") -> None:
         """Wakes the loop's thread; if it does not end by itself, it sits in a collective, and the process is ended."""
+        if isinstance(lost, ProcessLost):
+            lost.add_note("start the same command again in every process to resume")
         self._lost = lost
         self._wake(lost)
         if not self._closing.wait(self._config.grace):
             code = PREEMPTED if isinstance(lost, Preempted) else 1
-            self._end(code, f"error: {why or lost}; start the same command again in every process to resume")
+            self._end(code, f"error: {why or lost}")
 
     def _hear(self, heard: set[str]) -> None:
         if self.share.process:

@@ -19,7 +19,9 @@ def free_port() -> int:
 class Processes:
     """P processes of one command; `arguments` of process i is what `rest(i)` adds to it."""
 
-    def __init__(self, folder: Path, command: Sequence[str], launches: Sequence[Sequence[str]], devices: int) -> None:
+    def __init__(
+        self, folder: Path, command: Sequence[str], launches: Sequence[Sequence[str]], devices: int, xla: str = ""
+    ) -> None:
         """Starts them.
 
         Args:
@@ -27,13 +29,14 @@ class Processes:
           command: a module and its arguments.
           launches: what each process has in addition.
           devices: of each process.
+          xla: more flags of XLA.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self.outputs = [folder / f"output-{process}.txt" for process in range(len(launches))]
         environment = {
             **os.environ,
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {xla}",
             "PYTHONPATH": str(ROOT),
         }
         self.processes = []
