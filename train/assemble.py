@@ -1,4 +1,4 @@
-"""Groups -> packed, aligned token batches -> the mesh. Input and target are split here, once; nobody shifts afterwards.
+"""Groups -> packed, aligned token batches. Input and target are split here, once; nobody shifts afterwards.
 
 A sequence of prompt and completion, P + N tokens, becomes P + N - 1 positions: position t feeds token t and predicts
 token t + 1. An engine routes exactly the tokens that it feeds, so row r of its trace is position `first_row + r`.
@@ -6,20 +6,21 @@ token t + 1. An engine routes exactly the tokens that it feeds, so row r of its 
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any
 
-import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from rollout_bridge.messages import Completion, Finish
 from sat_jax.advantages import AdvantageConfig, group_advantages
-from sat_jax.mesh import batch_sharding
 from sat_jax.routing import id_dtype
 from sat_jax.types import RoutingTrace, TokenBatch
+from train.assemble_stats import AssembleStats, merge_parts
 from train.groups import Group
+from train.place import place
 from train.strict_toml import Range, check_fields
+
+__all__ = ["AssembleConfig", "AssembleStats", "Assembled", "BatchConfig", "assemble", "pack", "place"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,48 +82,6 @@ class AssembleConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class AssembleStats:
-    """What was assembled.
-
-    Attributes:
-      sequences: completions.
-      sequences_each: completions of each microbatch.
-      positions: input positions in use.
-      fill: share of the microbatches' positions that are in use, in [0, 1].
-      tokens: active (trained) tokens.
-      unverified: completions without a reward, which are trained on nowhere.
-      missing: positions that were to be replayed and had no route.
-      truncated: completions cut at max_new_tokens.
-      reward_mean: over all completions that have one; 0 if none has.
-      zero_std: share of groups whose advantages are all zero, in [0, 1].
-      lags: active tokens by lag.
-    """
-
-    sequences: int
-    sequences_each: tuple[int, ...]
-    positions: int
-    fill: float
-    tokens: int
-    unverified: int
-    missing: int
-    truncated: int
-    reward_mean: float
-    zero_std: float
-    lags: Mapping[int, int]
-
-    def metrics(self) -> dict[str, float]:
-        """As metrics of the step that trains on it; what the loss itself reports (tokens, lag, routes) is not here."""
-        return {
-            "reward/mean": self.reward_mean,
-            "reward/zero_std": self.zero_std,
-            "reward/unverified": self.unverified / self.sequences,
-            "length/mean": self.tokens / self.sequences,
-            "length/truncated": self.truncated / self.sequences,
-            "pack/fill": self.fill,
-        }
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Assembled:
     """Host microbatches (NumPy leaves), equally shaped but for the lengths of their rows, and what is in them."""
 
@@ -145,17 +104,27 @@ class _Sequence:
         return len(self.tokens) - 1
 
 
-def assemble(groups: Sequence[Group], version: int, config: AssembleConfig) -> Assembled:
+Exchange = Callable[[str, Any], list[Any]]
+
+
+def _alone(_what: str, value: Any) -> list[Any]:
+    """What the only process of a run hears."""
+    return [value]
+
+
+def assemble(groups: Sequence[Group], version: int, config: AssembleConfig, exchange: Exchange = _alone) -> Assembled:
     """Checks groups, computes advantages and packs every sequence, whole, into rows.
 
     Args:
-      groups: of one optimizer step.
+      groups: of one optimizer step; of several processes, this one's.
       version: of the trainer; a token's lag is counted from it.
-      config: what the batch must look like.
+      config: what the batch must look like; of several processes, with this one's part of its rows.
+      exchange: tells all processes a named value and gives everybody's; what JSON holds.
 
     Returns:
       As many microbatches of [rows, row_length] as the rows fill, the last one padded, each in the shortest bucket that
-      holds it; a function of the arguments.
+      holds it; a function of the arguments. In every process equally many, of the same lengths; advantages and stats
+      are of the whole batch.
 
     Raises:
       ValueError: a group is not what it should be; group and member are named.
@@ -164,7 +133,7 @@ def assemble(groups: Sequence[Group], version: int, config: AssembleConfig) -> A
         raise ValueError("batch: expected at least one group, got none")
     for group in groups:
         _check_group(group, version, config)
-    advantage_PM = _advantages(groups, config.advantage)
+    advantage_PM = _global_advantages(groups, config.advantage, exchange)
     sequences = [
         _Sequence(
             tokens=np.concatenate([group.prompt_tokens, completion.tokens]),
@@ -179,21 +148,21 @@ def assemble(groups: Sequence[Group], version: int, config: AssembleConfig) -> A
     packed = pack([sequence.positions for sequence in sequences], config.batch.row_length)
     rows = [[sequences[index] for index in row] for row in packed]
     size = config.batch.rows
+    shortened = [_shorten(rows[first : first + size], config.batch) for first in range(0, len(rows), size)]
+    lengths = _agreed([length for _, length in shortened], exchange)
+    packed_rows = [*(rows for rows, _ in shortened), *([] for _ in lengths[len(shortened) :])]
     microbatches = tuple(
-        _microbatch(*_shorten(rows[first : first + size], config.batch), version, config)
-        for first in range(0, len(rows), size)
+        _microbatch(rows, length, version, config) for rows, length in zip(packed_rows, lengths, strict=True)
     )
-    stats = _stats(sequences, microbatches, groups, advantage_PM, version, config)
-    return Assembled(microbatches=microbatches, stats=stats)
+    parts = exchange("what was assembled", _part(sequences, microbatches, groups, advantage_PM, version))
+    return Assembled(microbatches=microbatches, stats=merge_parts(parts, replay=config.replay))
 
 
-def place(microbatches: Sequence[TokenBatch], mesh: Mesh) -> tuple[TokenBatch, ...]:
-    """Puts host microbatches on the mesh, their rows cut along its batch axes."""
-    row, routed = batch_sharding(mesh), batch_sharding(mesh, leading=1)
-    names = [field.name for field in dataclasses.fields(TokenBatch) if field.name != "trace"]
-    trace: Any = RoutingTrace(experts_LBTK=routed, present_BT=row)  # type: ignore[arg-type]
-    shardings = TokenBatch(**dict.fromkeys(names, row), trace=trace)  # type: ignore[arg-type]
-    return tuple(jax.device_put(micro, shardings) for micro in microbatches)
+def _agreed(lengths: Sequence[int], exchange: Exchange) -> list[int]:
+    """Lengths of the microbatches' rows in every process: the longest of each, and as many as the fullest one has."""
+    everybodys = exchange("lengths of the microbatches", list(lengths))
+    count = max(map(len, everybodys))
+    return [max(theirs[index] for theirs in everybodys if index < len(theirs)) for index in range(count)]
 
 
 def pack(lengths: Sequence[int], row_length: int) -> list[list[int]]:
@@ -221,11 +190,26 @@ def pack(lengths: Sequence[int], row_length: int) -> list[list[int]]:
     return rows
 
 
-def _advantages(groups: Sequence[Group], config: AdvantageConfig) -> np.ndarray:
+def _global_advantages(groups: Sequence[Group], config: AdvantageConfig, exchange: Exchange) -> np.ndarray:
+    """float32[P, M] of these groups, among all of the batch: a method may compare with the rewards of others."""
+    own = [(group.ticket, group.reward_M.tolist(), group.verified_M.tolist()) for group in groups]
+    theirs = exchange("rewards", own)
+    if len(theirs) == 1:
+        judged: Iterable[Any] = own
+    else:
+        judged = sorted((judgement for part in theirs for judgement in part), key=lambda judgement: judgement[0])
+    places = {ticket: place for place, (ticket, _, _) in enumerate(judged)}
+    advantage_PM = _advantages(
+        [np.array(reward, np.float32) for _, reward, _ in judged], [np.array(v, bool) for _, _, v in judged], config
+    )
+    return advantage_PM[[places[group.ticket] for group in groups]]
+
+
+def _advantages(rewards: Sequence[np.ndarray], verified: Sequence[np.ndarray], config: AdvantageConfig) -> np.ndarray:
     """float32[P, M]: a completion without a reward is no member of its group, and a group of one has no baseline."""
-    advantage_PM = np.zeros((len(groups), len(groups[0].completions)), np.float32)
-    judged = [(p, group.verified_M) for p, group in enumerate(groups) if group.verified_M.sum() >= 2]
-    rows = group_advantages([groups[p].reward_M[verified_M] for p, verified_M in judged], config)
+    advantage_PM = np.zeros((len(rewards), len(rewards[0])), np.float32)
+    judged = [(p, verified_M) for p, verified_M in enumerate(verified) if verified_M.sum() >= 2]
+    rows = group_advantages([rewards[p][verified_M] for p, verified_M in judged], config)
     for (p, verified_M), row in zip(judged, rows, strict=True):
         advantage_PM[p, verified_M] = row
     return advantage_PM
@@ -280,34 +264,31 @@ def _microbatch(rows: Sequence[Sequence[_Sequence]], length: int, version: int, 
     return TokenBatch(**arrays, trace=trace)
 
 
-def _stats(
+def _part(
     sequences: Sequence[_Sequence],
     microbatches: Sequence[TokenBatch],
     groups: Sequence[Group],
     advantage_PM: np.ndarray,
     version: int,
-    config: AssembleConfig,
-) -> AssembleStats:
+) -> dict[str, Any]:
+    """What this process assembled, in numbers that add up."""
     completions = [sequence.completion for sequence in sequences]
     sampled_by = np.concatenate([sequence.completion.version[sequence.trained] for sequence in sequences])
-    lags = Counter((version - sampled_by).tolist())
     rewards = np.concatenate([group.reward_M[group.verified_M] for group in groups])
-    positions = sum(sequence.positions for sequence in sequences)
-    replayed = sum(int(np.count_nonzero(micro.trace.present_BT)) for micro in microbatches)
-    return AssembleStats(
-        sequences=len(sequences),
+    return {
+        "sequences": len(sequences),
         # The sequences of a row are numbered from 1.
-        sequences_each=tuple(int(micro.segment_BT.max(axis=1).sum()) for micro in microbatches),
-        positions=positions,
-        fill=positions / sum(micro.input_BT.size for micro in microbatches),
-        tokens=lags.total(),
-        unverified=len(sequences) - len(rewards),
-        missing=positions - replayed if config.replay else 0,
-        truncated=sum(completion.finish is Finish.LENGTH for completion in completions),
-        reward_mean=float(rewards.mean(dtype=np.float64)) if len(rewards) else 0.0,
-        zero_std=float(1 - advantage_PM.any(axis=1).mean()),
-        lags=dict(sorted(lags.items())),
-    )
+        "sequences_each": [int(micro.segment_BT.max(axis=1).sum()) for micro in microbatches],
+        "positions": sum(sequence.positions for sequence in sequences),
+        "size": sum(micro.input_BT.size for micro in microbatches),
+        "rewards": len(rewards),
+        "reward": float(rewards.sum(dtype=np.float64)),
+        "replayed": sum(int(np.count_nonzero(micro.trace.present_BT)) for micro in microbatches),
+        "truncated": sum(completion.finish is Finish.LENGTH for completion in completions),
+        "groups": len(groups),
+        "signal": int(advantage_PM.any(axis=1).sum()),
+        "lags": sorted(Counter((version - sampled_by).tolist()).items()),
+    }
 
 
 def _check_group(group: Group, version: int, config: AssembleConfig) -> None:

@@ -6,10 +6,11 @@ is the batch-wise one: groups come out in ticket order. The bounded mode's is `t
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from train.groups import Group
 from train.ledger import LATE, TOO_OLD, ZERO_STD, Ledger, LedgerEntry, LedgerState
+from train.share import Share
 from train.waiting import Waiting
 
 REASONS: Mapping[str, str] = {
@@ -54,7 +55,7 @@ class BufferStats:
         """
         ledger.check()
         return cls(
-            drawn=ledger.next_ticket,
+            drawn=ledger.drawn,
             out=len(ledger.out),
             buffered=len(ledger.buffered),
             trained=ledger.trained,
@@ -93,21 +94,30 @@ class BufferSnapshot:
 class Buffer:
     """Groups by ticket. Every method may be called from any thread."""
 
-    def __init__(self, *, max_lag: int, deadline: float, describe: Callable[[], str] = lambda: "not asked") -> None:
-        """Makes an empty buffer; the first ticket is 0.
+    def __init__(
+        self,
+        *,
+        max_lag: int,
+        deadline: float,
+        describe: Callable[[], str] = lambda: "not asked",
+        share: Share | None = None,
+    ) -> None:
+        """Makes an empty buffer; the first ticket is 0, or the first of its share.
 
         Args:
           max_lag: the oldest that a token may be when its group is taken, optimizer steps.
           deadline: seconds without any progress after which a wait is an error.
           describe: says how the engines are, for that error.
+          share: whose tickets come here; None = all.
         """
+        self._share = share or Share()
         self._max_lag = max_lag
         self._describe = describe
         self._waiting = Waiting(deadline)
         self._groups: dict[int, Group] = {}
         self._skipped: set[int] = set()  # dropped tickets that `take` has not passed yet
-        self._ledger = Ledger()
-        self._next_taken = 0
+        self._ledger = Ledger(share=self._share)
+        self._next_taken = self._share.process
 
     def draw(self, tickets: Iterable[int]) -> None:
         """Marks prompts as being sampled, in ticket order without gaps.
@@ -155,7 +165,14 @@ class Buffer:
         self._waiting.fail(error)
 
     def take(self, n: int, version: int) -> list[Group]:
-        """Waits for the next `n` groups in ticket order and hands them over.
+        """Waits for the next `n` groups in ticket order and hands them over: `choose` and `hand_over`."""
+        with self._waiting.changed:
+            groups = self.choose(n, version)
+            self.hand_over(groups)
+            return groups
+
+    def choose(self, n: int, version: int) -> list[Group]:
+        """Waits for the next `n` groups in ticket order; they stay here.
 
         Args:
           n: how many.
@@ -172,12 +189,22 @@ class Buffer:
             groups = [self._groups[ticket] for ticket in tickets]
             for group in groups:
                 check_fresh(group, version, self._max_lag)
+            return groups
+
+    def hand_over(self, groups: Sequence[Group]) -> None:
+        """The trainer trains on these, just chosen: they are in nobody's way any more.
+
+        Raises:
+          ValueError: one is not here.
+        """
+        tickets = [group.ticket for group in groups]
+        with self._waiting.changed:
             self._ledger.train(tickets)
             for ticket in tickets:
                 del self._groups[ticket]
-            self._skipped -= set(range(self._next_taken, tickets[-1] + 1))
-            self._next_taken = tickets[-1] + 1
-            return groups
+            after = tickets[-1] + self._share.processes
+            self._skipped -= set(range(self._next_taken, after))
+            self._next_taken = after
 
     def wait(self, tickets: Iterable[int]) -> None:
         """Waits until none of these prompts is being sampled or still to be drawn.
@@ -224,7 +251,8 @@ class Buffer:
             open_tickets = self._ledger.out | self._ledger.buffered
             self._next_taken = min(open_tickets, default=self._ledger.next_ticket)
             # A dropped prompt between open ones has no other trace: it is every ticket that is not open.
-            self._skipped = set(range(self._next_taken, self._ledger.next_ticket)) - open_tickets
+            closed = range(self._next_taken, self._ledger.next_ticket, self._share.processes)
+            self._skipped = set(closed) - open_tickets
             self._waiting.note()
 
     def _next_tickets(self, n: int) -> list[int]:
@@ -234,7 +262,7 @@ class Buffer:
         while len(tickets) < n:
             if ticket not in self._skipped:
                 tickets.append(ticket)
-            ticket += 1
+            ticket += self._share.processes
         return tickets
 
     def _wait_for(self, wanted: Callable[[], list[int]], version: int | None) -> None:
@@ -276,12 +304,12 @@ def restored(unused: Ledger, snapshot: BufferSnapshot) -> Ledger:
     Raises:
       ValueError: the buffer has been used, or the snapshot's books and groups differ.
     """
-    if unused.next_ticket:
-        raise ValueError(f"restore: expected a buffer that is new, got one that drew {unused.next_ticket} prompts")
+    if unused.drawn:
+        raise ValueError(f"restore: expected a buffer that is new, got one that drew {unused.drawn} prompts")
     tickets = sorted(group.ticket for group in snapshot.groups)
     if tickets != list(snapshot.ledger.buffered):
         raise ValueError(
             f"restore: expected the groups that the ledger counts as buffered, {list(snapshot.ledger.buffered)}, "
             f"got {tickets}"
         )
-    return Ledger(snapshot.ledger)
+    return Ledger(snapshot.ledger, unused.share)

@@ -21,14 +21,13 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-import xxhash
 from etils import epath
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from train.buffer import BufferSnapshot
 from train.digest import digest, digests
-from train.groups import from_bytes, to_bytes
-from train.ledger import LedgerState
+from train.group_parts import pack_groups, template, unpack_groups
+from train.ledger import LedgerState, ledger_from
 from train.state import TrainState
 
 _FORMAT = 4
@@ -93,7 +92,8 @@ class Checkpoints:
         self._read_only = read_only
         self._marks = not atomic_rename or str(folder).startswith("gs://")
         self._saving: int | None = None
-        if not read_only:
+        self._removes = not read_only and jax.process_index() == 0
+        if self._removes:
             self._remove_partials("*")
         options = ocp.CheckpointManagerOptions(
             preservation_policy=_preserved(keep, keep_best, read_only=read_only),
@@ -122,7 +122,7 @@ class Checkpoints:
         finally:
             self._manager.close()
             # Threads of a failed save may have written once more after it was removed; now they have ended.
-            if not self._read_only:
+            if self._removes:
                 self._remove_partials("*")
 
     def latest(self) -> int | None:
@@ -142,13 +142,13 @@ class Checkpoints:
         if version == self.latest():
             return  # a batch-wise run is a function of its config and seed: the cut that is there is this one
         arrays = flatten(cut.state)
-        packed = np.frombuffer(to_bytes(list(cut.buffer.groups)), np.uint8)
+        packed, said = pack_groups(cut.buffer.groups)
         meta = {
             "format": _FORMAT,
             "version": version,
             "identity": dataclasses.asdict(cut.identity),
             "ledger": dataclasses.asdict(cut.buffer.ledger),
-            "groups": {"bytes": packed.size, "digest": xxhash.xxh3_128_hexdigest(packed.tobytes())},
+            "groups": said,
             "arrays": digests(arrays),
             "counters": dict(cut.counters),
         }
@@ -200,7 +200,7 @@ class Checkpoints:
 
     def _remove_partials(self, version: str, *, tries: int = 1) -> None:
         """Removes saves that are not whole: they never count, but on a full disk their bytes are needed."""
-        for _ in range(tries):
+        for _ in range(tries if self._removes else 0):
             partials = list(self._folder.glob(f"{version}.orbax-checkpoint-tmp*"))
             if self._marks:
                 found = [path for path in self._folder.glob(version) if path.name.isdecimal()]
@@ -226,12 +226,12 @@ class Checkpoints:
         if version is not None:
             self._check(version, self._restore(version, meta=ocp.args.JsonRestore())["meta"], identity, but)
 
-    def restore(self, template: TrainState, identity: Identity, version: int | None = None) -> Cut | None:
+    def restore(self, state: TrainState, identity: Identity, version: int | None = None) -> Cut | None:
         """The newest cut, or None when there is none.
 
         Args:
           identity: of the run that wants it.
-          template: a state of this run's structure, for shapes, types and shardings.
+          state: a state of this run's structure, for shapes, types and shardings.
           version: of another cut that is kept, in place of the newest.
 
         Raises:
@@ -246,9 +246,9 @@ class Checkpoints:
         self._check(version, meta, identity)
         abstract = {
             name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-            for name, leaf in flatten(template).items()
+            for name, leaf in flatten(state).items()
         }
-        packed = {"packed": jax.ShapeDtypeStruct((meta["groups"]["bytes"],), np.uint8)}
+        packed = {"packed": template(meta["groups"])}
         found = self._restore(
             version, state=ocp.args.StandardRestore(abstract), groups=ocp.args.StandardRestore(packed)
         )
@@ -258,18 +258,18 @@ class Checkpoints:
                     f"checkpoint {version}: expected {name} of digest {meta['arrays'].get(name)}, got {seen} "
                     f"({self._folder}); the file is damaged: delete that folder to resume from the checkpoint before it"
                 )
-        blob = np.asarray(found["groups"]["packed"]).tobytes()
-        if xxhash.xxh3_128_hexdigest(blob) != meta["groups"]["digest"]:
+        try:
+            groups = unpack_groups(found["groups"]["packed"], meta["groups"])
+        except ValueError as error:
             raise ValueError(
-                f"checkpoint {version}: expected groups of digest {meta['groups']['digest']}, got "
-                f"{xxhash.xxh3_128_hexdigest(blob)} ({self._folder}); the file is damaged: delete that folder to "
-                f"resume from the checkpoint before it"
-            )
+                f"checkpoint {version}: {error} ({self._folder}); the file is damaged: delete that folder to resume "
+                f"from the checkpoint before it"
+            ) from error
         return Cut(
             identity=identity,
-            state=unflatten(template, found["state"], version),
+            state=unflatten(state, found["state"], version),
             buffer=BufferSnapshot(
-                groups=tuple(from_bytes(blob)),
+                groups=groups,
                 ledger=read_ledger(meta),
             ),
             counters=meta["counters"],
@@ -384,13 +384,4 @@ def parameter_reader(folder: Folder, version: int) -> Callable[[tuple[str, ...]]
 
 def read_ledger(meta: Mapping[str, Any]) -> LedgerState:
     """The books of a cut, from what `read_meta` gives."""
-    fields = meta["ledger"]
-    return LedgerState(
-        next_ticket=fields["next_ticket"],
-        out=tuple(fields["out"]),
-        buffered=tuple(fields["buffered"]),
-        attempts={int(ticket): attempt for ticket, attempt in fields["attempts"].items()},  # JSON's keys are strings
-        trained=fields["trained"],
-        dropped=fields["dropped"],
-        reissued=fields["reissued"],
-    )
+    return ledger_from(meta["ledger"])

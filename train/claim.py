@@ -11,6 +11,7 @@ from train.config import RunConfig, load, to_toml
 from train.run_folder import CONFIG, write_atomic
 from train.store import cut_folder, versions
 from train.strict_toml import nearest
+from train.team import Team
 
 _LOCK = "lock"
 # What may differ when a run is resumed: where and how often, never what is computed.
@@ -56,6 +57,32 @@ def claim(folder: Path, config: RunConfig, allowed: Sequence[str] = ()) -> Itera
             _check_same(folder, load(path), config, allowed)
         write_atomic(path, to_toml(config))
         yield
+
+
+@contextlib.contextmanager
+def claim_together(team: Team, folder: Path, config: RunConfig, allowed: Sequence[str] = ()) -> Iterator[None]:
+    """As `claim`, for all processes of a run: the first one holds the folder, which the others must see.
+
+    Raises:
+      ValueError: as `claim`; or the processes were started with different configs, or see different folders.
+    """
+    configs = team.exchange("config", to_toml(config))
+    different = [process for process, theirs in enumerate(configs) if theirs != configs[0]]
+    if different:
+        raise ValueError(f"config: expected that of process 0 in every process, got another one in {different}")
+    if team.share.process == 0:
+        with claim(folder, config, allowed):
+            team.exchange("claim", None)
+            yield
+        return
+    team.exchange("claim", None)
+    found = (folder / CONFIG).read_text(encoding="utf-8") if (folder / CONFIG).exists() else ""
+    if found != to_toml(config):
+        raise ValueError(
+            f"{folder}: expected the folder that process 0 has claimed, got {'another' if found else 'none'} in "
+            f"process {team.share.process}; --runs must be on a file system that all hosts share"
+        )
+    yield
 
 
 def _check_same(folder: Path, found: RunConfig, config: RunConfig, allowed: Sequence[str]) -> None:

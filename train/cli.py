@@ -8,7 +8,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from train.multihost import Launch
 
 RUNS = Path("runs")
 INTERRUPTED = 130
@@ -69,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
         help="resume although this key of the config (or a whole section) was changed; repeatable",
     )
     train.add_argument("--profile", metavar="FIRST:LAST", help="write an xprof trace of these steps, such as 10:12")
+    _multihost_arguments(train)
     train.set_defaults(run=_train)
     serve = verbs.add_parser("serve", help="serve a config's policy with the local engine, for a trainer elsewhere")
     _config_arguments(serve)
@@ -216,6 +220,16 @@ def _async_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_bench_async)
 
 
+def _multihost_arguments(parser: argparse.ArgumentParser) -> None:
+    several = parser.add_argument_group(
+        "several processes", "by default as the cluster's environment says; docs/multihost.md"
+    )
+    several.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0, which opens the port")
+    several.add_argument("--processes", type=int, metavar="N", help="how many processes the run has")
+    several.add_argument("--process", type=int, metavar="I", help="which this is, from 0")
+    several.add_argument("--distributed", action="store_true", help="have JAX detect the cluster")
+
+
 def _config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=Path, help="TOML file")
     parser.add_argument(
@@ -226,9 +240,10 @@ def _config_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _train(arguments: argparse.Namespace) -> None:
     # Imported here, so that `--help` and a misspelt key do not wait for JAX's programs.
-    from train.claim import claim, set_aside
+    from train.claim import claim_together, set_aside
     from train.config import load
     from train.loop import train
+    from train.multihost import join
     from train.preemption import Preempted, Preemption
     from train.profile import ProfileConfig
     from train.run import Options
@@ -238,18 +253,34 @@ def _train(arguments: argparse.Namespace) -> None:
     preemption.install()
     config = load(arguments.config, arguments.overrides)
     folder = arguments.runs / config.name
-    if arguments.fresh and (aside := set_aside(folder)) is not None:
-        _say(f"the run that was in {folder} is now in {aside}")
     try:
-        with claim(folder, config, arguments.allow_changed):
+        with join(_launch(arguments), preemption) as team:
+            first = team.share.process == 0
+            if arguments.fresh and first and (aside := set_aside(folder)) is not None:
+                _say(f"the run that was in {folder} is now in {aside}")
             options = Options(
-                console=not arguments.quiet, record=arguments.record, preemption=preemption, profile=profile
+                console=not arguments.quiet,
+                record=arguments.record,
+                preemption=preemption,
+                profile=profile,
+                team=team,
             )
-            train(config, folder, options)
+            with claim_together(team, folder, config, arguments.allow_changed):
+                train(config, folder, options)
     except Preempted:
         _say("preempted; the same command resumes from the newest checkpoint")
         raise
-    _say(f"done: {folder / 'report.html'} explains the run")
+    if first:
+        _say(f"done: {folder / 'report.html'} explains the run")
+
+
+def _launch(arguments: argparse.Namespace) -> "Launch | None":
+    from train.multihost import Launch, launch_of
+
+    flags = (arguments.coordinator, arguments.processes, arguments.process)
+    if flags == (None, None, None) and not arguments.distributed:
+        return launch_of(os.environ)
+    return Launch(coordinator=flags[0], processes=flags[1], process=flags[2])
 
 
 def _serve(arguments: argparse.Namespace) -> None:

@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rollout_bridge import ClientOptions, ClientTls, Fatal, Fleet, FleetOptions, Lease, Retryable, Security, serve
+from rollout_bridge.discovery import resolve
 from train.config import RunConfig
 from train.engine_process import EngineProcessConfig, LocalEngineProcess
 from train.local_engine import LocalEngine, LocalEngineConfig
 from train.sections import RolloutConfig
 from train.setup import Problem, make_problem
+from train.share import Share
 
 ENGINE_LOG = "engine.log"
 _READY_SECONDS = 180.0  # a local engine compiles before it answers
@@ -47,7 +49,7 @@ def attach_fleet(
     folder: Path,
     on_event: Callable[[str, str], None],
     errand: str = "training",
-    run: Path | None = None,
+    run: Path | str | None = None,
 ) -> Iterator[Engines]:
     """Connects to the fleet, starting a local engine where the config says so.
 
@@ -57,7 +59,8 @@ def attach_fleet(
       folder: of the run; the local engine's log goes there.
       on_event: called with a kind and a text when an engine is lost, restarted, or published to again.
       errand: what the fleet is for; while one process publishes to an engine, another run or errand is refused.
-      run: the run's folder, where `folder` is another one.
+      run: the run's folder, where `folder` is another one; or its name for the engines, "host:folder", where several
+        processes of it have each a part of the fleet.
 
     Raises:
       ValueError: the local engine's port is in use.
@@ -74,7 +77,8 @@ def attach_fleet(
                 chunk_bytes=config.rollout.chunk_bytes,
                 security=_security(config.rollout),
                 lease=Lease(
-                    holder=f"{errand} of {socket.gethostname()}:{(run or folder).resolve()}", start=uuid.uuid4().hex
+                    holder=f"{errand} of {run if isinstance(run, str) else run_name(run or folder)}",
+                    start=uuid.uuid4().hex,
                 ),
             ),
             progress_seconds=_progress_seconds(config),
@@ -86,6 +90,28 @@ def attach_fleet(
             _await(fleet, on_event)
         _check_model(fleet, problem, config)
         yield Engines(fleet=fleet, process=process)
+
+
+def run_name(folder: Path) -> str:
+    """How engines know the run of this folder, when this host began it."""
+    return f"{socket.gethostname()}:{folder.resolve()}"
+
+
+def deal_endpoints(config: RunConfig, share: Share) -> RunConfig:
+    """The config with a process's own part of the fleet; a local engine every process has for itself.
+
+    Raises:
+      ValueError: there are fewer engines than processes.
+    """
+    if share.processes == 1 or config.rollout.engine == "local":
+        return config
+    endpoints = sorted(resolve(config.rollout.endpoints))  # a name's addresses come in any order
+    if len(endpoints) < share.processes:
+        raise ValueError(
+            f"rollout.endpoints: expected at least one engine for each of {share.processes} processes, got "
+            f"{len(endpoints)}; start more engines, or fewer processes"
+        )
+    return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, endpoints=share.deal(endpoints)))
 
 
 def _security(rollout: RolloutConfig) -> Security:

@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from train.share import Share
+
 TOO_OLD = "too_old"  # a token was older than max_lag, at admission or at use
 ZERO_STD = "zero_std"  # equal rewards: no gradient
 LATE = "late"  # the request's deadline passed
@@ -42,6 +44,19 @@ class LedgerState:
     reissued: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
+def ledger_from(fields: Mapping[str, Any]) -> LedgerState:
+    """The books from what JSON makes of them."""
+    return LedgerState(
+        next_ticket=fields["next_ticket"],
+        out=tuple(fields["out"]),
+        buffered=tuple(fields["buffered"]),
+        attempts={int(ticket): attempt for ticket, attempt in fields["attempts"].items()},  # JSON's keys are strings
+        trained=fields["trained"],
+        dropped=fields["dropped"],
+        reissued=fields["reissued"],
+    )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LedgerEntry:
     """What moved since the entry before it.
@@ -58,18 +73,20 @@ class LedgerEntry:
 
 
 class Ledger:
-    """The books of one run."""
+    """The books of one run, or of the prompts that one of its processes samples."""
 
-    def __init__(self, state: LedgerState | None = None) -> None:
+    def __init__(self, state: LedgerState | None = None, share: Share | None = None) -> None:
         """Opens the books.
 
         Args:
-          state: to go on from; None = nothing has been drawn.
+          state: to go on from, of this share (`train.books`); None = nothing has been drawn.
+          share: whose prompts are drawn here; None = all.
 
         Raises:
           ValueError: the state does not add up.
         """
-        state = state or LedgerState()
+        self.share = share or Share()
+        state = state or LedgerState(next_ticket=self.share.process)
         self.next_ticket = state.next_ticket
         self.out = set(state.out)
         self.buffered = set(state.buffered)
@@ -78,12 +95,20 @@ class Ledger:
         self.reissued: Counter[str] = Counter(state.reissued)
         self._attempts = dict(state.attempts)
         self._moved: dict[str, list[Any]] = {"trained": [], "dropped": [], "reissued": []}
+        # Parts are dealt anew on a resume, while trained and dropped prompts are mere numbers: of several processes one
+        # may have closed fewer of its prompts than it counts, and another more.
+        self._carried = self.drawn - self._accounted() if self.share.processes > 1 else 0
         self.check()
+
+    @property
+    def drawn(self) -> int:
+        """How many prompts were drawn here."""
+        return self.share.drawn(self.next_ticket)
 
     def draw(self) -> int:
         """Takes the next prompt; it is out."""
         ticket = self.next_ticket
-        self.next_ticket += 1
+        self.next_ticket += self.share.processes
         self.out.add(ticket)
         return ticket
 
@@ -160,13 +185,20 @@ class Ledger:
         """
         twice = self.out & self.buffered
         beyond = sorted(ticket for ticket in self.out | self.buffered if not 0 <= ticket < self.next_ticket)
-        accounted = len(self.out) + len(self.buffered) + self.trained + self.dropped.total()
-        if twice or beyond or accounted != self.next_ticket or not self._attempts.keys() <= self.out | self.buffered:
+        strange = sorted(ticket for ticket in self.out | self.buffered if not self.share.owns(ticket))
+        accounted = self._accounted() + self._carried
+        if (
+            twice
+            or beyond
+            or strange
+            or accounted != self.drawn
+            or not self._attempts.keys() <= self.out | self.buffered
+        ):
             raise ValueError(
-                f"ledger: expected every prompt drawn in exactly one place, got {self.next_ticket} drawn, "
+                f"ledger: expected every prompt drawn in exactly one place, got {self.drawn} drawn, "
                 f"{len(self.out)} out, {len(self.buffered)} buffered, {self.trained} trained, "
-                f"{self.dropped.total()} dropped, in two places {sorted(twice)}, never drawn {beyond}; this is a "
-                "defect: keep the run folder and report it"
+                f"{self.dropped.total()} dropped, in two places {sorted(twice)}, never drawn {beyond}, "
+                f"another process's {strange}; this is a defect: keep the run folder and report it"
             )
 
     def state(self) -> LedgerState:
@@ -186,6 +218,9 @@ class Ledger:
         moved = LedgerEntry(**{name: tuple(moves) for name, moves in self._moved.items()})
         self._moved = {name: [] for name in self._moved}
         return moved
+
+    def _accounted(self) -> int:
+        return len(self.out) + len(self.buffered) + self.trained + self.dropped.total()
 
     def _must_be_open(self, ticket: int, what: str) -> None:
         if ticket not in self.out and ticket not in self.buffered:

@@ -25,7 +25,7 @@ def train(config: RunConfig, folder: Path, options: Options | None = None) -> No
                 while (version := r.state.version) < config.steps:
                     profiler.at(version)
                     _step(r, version)
-                    options.preemption.leave_if_asked()
+                    r.leave_if_asked()
             except Preempted:
                 r.leave()
                 raise

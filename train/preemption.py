@@ -57,6 +57,13 @@ class Preemption:
         finally:
             self._cancel = None
 
+    def ask(self) -> None:
+        """Another process of the run is wanted back: this one leaves with it. From any thread; it never raises."""
+        self.asked = True
+        cancel = self._cancel
+        if cancel is not None:
+            cancel(Preempted())
+
     def leave_if_asked(self) -> None:
         """Raises `Preempted` if a signal came meanwhile."""
         if self.asked:

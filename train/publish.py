@@ -1,14 +1,16 @@
 """Parameters -> fleet, versioned. Exports the weights, streams them, and commits them against a probe.
 
-`start` returns at once; a thread copies the parameters to the host and talks to the fleet (it launches no computation:
-the probe is scored by `start` itself). `wait` returns when the parameters are no longer read, so that the next update
-may donate them, and re-raises what went wrong in the thread.
+`start` returns at once; a thread copies the parameters to the host and talks to the fleet. It launches no computation:
+the probe is scored by `start` itself, and of several processes the parameters are exchanged there (`train.export`).
+`wait` returns when the parameters are no longer read, so that the next update may donate them, and re-raises what went
+wrong in the thread.
 """
 
 import dataclasses
+import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,8 +22,9 @@ from rollout_bridge import Fleet
 from rollout_bridge.fleet import Weights
 from rollout_bridge.messages import InFlight, Probe
 from sat_jax.logprob import token_logp
+from sat_jax.mesh import LOGICAL
 from sat_jax.model import PolicyConfig
-from sat_jax.model.hf import export_tensors
+from train.export import Export, is_local, whole
 from train.state import TrainState
 
 PROBE_TOKENS = 256
@@ -102,8 +105,11 @@ class ProbeScorer:
     def __call__(self, params: nnx.State) -> Probe:
         """The probe with the log-probs that an engine must reproduce under `params`."""
         probe = self._probe
-        logp_BT, experts_LBTK = self._score_jit(params, probe.tokens[None], probe.segments[None], probe.positions[None])
-        seen = sum(len(np.unique(experts_BTK)) for experts_BTK in np.asarray(experts_LBTK))
+        mesh = nnx.merge(self._graph, params).mesh
+        rows = math.prod(mesh.shape[axis] for axis in LOGICAL["batch"])  # one for each shard, all alike
+        inputs = (np.tile(array, (rows, 1)) for array in (probe.tokens, probe.segments, probe.positions))
+        logp_BT, experts_LBTK = whole(self._score_jit(params, *inputs))
+        seen = sum(len(np.unique(experts_BTK)) for experts_BTK in experts_LBTK)
         return dataclasses.replace(
             probe,
             logp=np.array(logp_BT[0], np.float32),
@@ -144,7 +150,7 @@ class Publisher:
         self._fleet = fleet
         self._config = config
         self._probe = probe
-        self._dtype = _DTYPES[dtype]
+        self._export = Export(config, _DTYPES[dtype])
         self._on_failed = on_failed
         self._in_flight = in_flight
         self._thread: threading.Thread | None = None
@@ -166,8 +172,11 @@ class Publisher:
         """
         self.finish()
         probe = self._probe(state.params)
+        tensors = self._export.tensors(state.params)
         self._exported.clear()
-        arguments = (state, probe, on_committed)
+        if not is_local(state.params):
+            tensors = iter(list(tensors))  # here and now: a collective
+        arguments = (tensors, state.version, probe, on_committed)
         self._thread = threading.Thread(target=self._push, args=arguments, name="publish", daemon=True)
         self._thread.start()
 
@@ -194,15 +203,19 @@ class Publisher:
             error, self._error = self._error, None
             raise error
 
-    def _push(self, state: TrainState, probe: Probe, on_committed: Callable[[int], None]) -> None:
+    def _push(
+        self,
+        exported: Iterator[tuple[str, np.ndarray]],
+        version: int,
+        probe: Probe,
+        on_committed: Callable[[int], None],
+    ) -> None:
         try:
             began = time.monotonic()
-            tensors = dict(export_tensors(state.params, self._config, self._dtype))
-            version = state.version
-            del state
+            tensors = dict(exported)
             self._exported.set()
             weights = Weights(version=version, model_digest=self._config.digest(), tensors=tensors)
-            exported = time.monotonic()
+            copied = time.monotonic()
             received = self._fleet.stage(weights)
             staged = time.monotonic()
             report = self._fleet.commit(version, probe, self._in_flight)
@@ -212,8 +225,8 @@ class Publisher:
                 probe_max_abs=report.max_abs,
                 expert_coverage=probe.expert_coverage,
                 bytes=sum(array.nbytes for array in tensors.values()),
-                seconds_export=exported - began,
-                seconds_stage=staged - exported,
+                seconds_export=copied - began,
+                seconds_stage=staged - copied,
                 seconds_write=max(engine.seconds_write for engine in received.values()),
                 seconds_commit=time.monotonic() - staged,
                 seconds_held=max(engine.seconds_held for engine in report.engines.values()),

@@ -29,14 +29,17 @@ def batch_path(folder: Path, version: int) -> Path:
 
 
 def save_batch(path: Path, batch: Batch) -> None:
-    """Writes a batch; the name is there only once the file is whole.
+    """Writes a batch; the name is there only once the file is whole. Of several processes a collective; one writes.
 
     Raises:
       OSError: it cannot be written.
     """
+    arrays = host_batch(batch)
+    if jax.process_index():
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".partial.npz")
-    np.savez(temporary, allow_pickle=False, **host_batch(batch))  # pyright: ignore[reportArgumentType]
+    np.savez(temporary, allow_pickle=False, **arrays)  # pyright: ignore[reportArgumentType]
     temporary.replace(path)
 
 

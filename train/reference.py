@@ -4,6 +4,7 @@ It is scored without replay: the routes that the sampler chose are the policy's,
 """
 
 import dataclasses
+from collections import deque
 from pathlib import Path
 
 import jax
@@ -13,8 +14,9 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from rollout_bridge.fleet import Weights
-from sat_jax.model import Policy, PolicyConfig, hf
+from sat_jax.model import Policy, PolicyConfig, hf, hf_files
 from sat_jax.types import TokenBatch
+from train.export import Export, is_local
 from train.step import Batch, Step
 
 
@@ -46,8 +48,14 @@ class Reference:
     @classmethod
     def freeze(cls, graph: nnx.GraphDef, params: nnx.State, config: PolicyConfig, path: Path) -> "Reference":
         """Writes `params` to a folder and keeps a copy of them (the run goes on to donate the originals)."""
-        policy: Policy = nnx.merge(graph, params)
-        hf.save(policy, path)
+        export = Export(config)
+        if is_local(params):
+            policy: Policy = nnx.merge(graph, params)
+            hf.save(policy, path)
+        elif jax.process_index() == 0:
+            hf_files.write_folder(export.tensors(params), config.to_hf(), path)
+        else:
+            deque(export.tensors(params), maxlen=0)  # the exchange needs every process
         return cls(params=jax.tree.map(jnp.copy, params), digest=digest(params, config), path=path)
 
     def logps(self, step: Step, batch: Batch) -> tuple[jax.Array, ...]:
@@ -58,7 +66,7 @@ class Reference:
 
 def digest(params: nnx.State, config: PolicyConfig) -> str:
     """Digest of a policy's weights, of their float32 bytes in the order of their Hugging Face names."""
-    tensors = dict(hf.export_tensors(params, config, np.float32))
+    tensors = dict(Export(config, np.float32).tensors(params))
     return Weights(version=0, model_digest=config.digest(), tensors=tensors).manifest.digest
 
 

@@ -8,8 +8,9 @@ import contextlib
 import dataclasses
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -17,34 +18,42 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from rollout_bridge import Fleet
-from sat_jax import objective as objectives
 from sat_jax.mesh import make_mesh
 from sat_jax.model import PolicyConfig
 from train.alarms import too_few_sequences
 from train.assemble import AssembleConfig, AssembleStats, assemble, place
+from train.books import joint_entry, joint_snapshot, joint_stats, own_part
 from train.checkpoint import Checkpoints, Cut, Identity
 from train.compiles import CompileCounter
 from train.config import RunConfig
-from train.engines import attach_fleet
+from train.engines import attach_fleet, deal_endpoints, run_name
+from train.finite import require_finite
 from train.flow import BatchWise, Flow, open_flow
 from train.freshness import mask_stale
 from train.groups import Group
 from train.ledger_log import LedgerLog
-from train.preemption import Preemption
+from train.place import check_rows, place_part
+from train.preemption import Preempted, Preemption
 from train.profile import ProfileConfig
 from train.publish import Publisher
-from train.recording import save_batch
 from train.reference import Reference
 from train.report import Report
 from train.rewards import open_verifier, verifier_metrics
 from train.run_folder import SUMMARY, read_json
 from train.setup import Problem, assembly, evaluate_held_out, header, make_problem, make_publisher, make_samples
+from train.side_report import SideReport
 from train.staleness import BoundedSchedule, Schedule
 from train.start import start_or_restore
 from train.state import TrainState
 from train.step import Batch, Step, StepReport
 from train.store import open_checkpoints
+from train.team import Alone, Team, shared
 from train.watchdog import Watchdog
+
+T = TypeVar("T")
+
+
+__all__ = ["Minibatch", "Options", "Run", "open_run", "require_finite"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,7 +87,8 @@ class Run:
       step: the compiled functions.
       reference: of the k3 term, or None.
       assembly: what a batch must look like.
-      fleet, flow, publisher, checkpoints, report, ledger, watchdog, preemption: see their modules.
+      fleet, flow, publisher, checkpoints, report, ledger, watchdog, preemption, team: see their modules; of several
+        processes the first alone has a ledger to write.
       compiles: programs compiled so far.
       counters: figures that go on over a restart.
       record: whether every step's batch is saved.
@@ -101,10 +111,11 @@ class Run:
     flow: Flow
     publisher: Publisher
     checkpoints: Checkpoints
-    report: Report
-    ledger: LedgerLog
+    report: Report | SideReport
+    ledger: LedgerLog | None
     watchdog: Watchdog
     preemption: Preemption
+    team: Team
     compiles: CompileCounter
     counters: dict[str, float]
     record: bool
@@ -125,10 +136,32 @@ class Run:
             yield
 
     def take(self) -> Sequence[Group]:
-        """The groups of the next batch; a preemption ends the wait."""
-        with self.preemption.waiting(self.flow.buffer.fail):
-            count = self.schedule.groups_per_step * self.schedule.minibatches
-            return self.flow.buffer.take(count, self.state.version)
+        """The groups of the next batch, of several processes this one's; a preemption ends the wait.
+
+        They are taken once every process has its own: none takes what another one's preemption would lose.
+        """
+        buffer, version = self.flow.buffer, self.state.version
+        count = self.step_groups * self.schedule.minibatches
+        groups = self._together(f"the groups of step {version}", lambda: buffer.choose(count, version))
+        buffer.hand_over(groups)
+        return groups
+
+    @property
+    def step_groups(self) -> int:
+        """Groups that this process has in an optimizer step."""
+        return self.team.share.part(self.schedule.groups_per_step, "batch.groups_per_step")
+
+    def _together(self, what: str, wait: Callable[[], T]) -> T:
+        def own() -> T:
+            with self.preemption.waiting(self.flow.buffer.fail):
+                return wait()
+
+        return self.team.together(what, own)
+
+    def leave_if_asked(self) -> None:
+        """Raises `Preempted` if this process, or any other one of the run, is wanted back."""
+        if any(self.team.exchange("asked to stop", self.preemption.asked)):
+            raise Preempted
 
     def begin(self) -> None:
         """Makes the fleet serve the version that the schedule asks for, and asks it for the first groups."""
@@ -141,20 +174,22 @@ class Run:
             )
         with self.report.phase("publish"):
             # A run that was killed between its last step and its last evaluation has the latter still to make.
-            if self.state.version < self.config.steps or not self._summarised():
+            if self.state.version < self.config.steps or not shared(self.team, "summary", self._summarised()):
                 self.publisher.start(self.state, self.committed)
                 self.publisher.finish()
 
     def prepare(self, groups: Sequence[Group], version: int) -> Iterator[Minibatch]:
         """Cuts the groups of a batch into its minibatches; `version` is the trainer's at the first of them."""
-        size = self.schedule.groups_per_step
+        size = self.step_groups
         for index in range(self.schedule.minibatches):
-            assembled = assemble(groups[index * size : (index + 1) * size], version + index, self.assembly)
+            own = groups[index * size : (index + 1) * size]
+            assembled = assemble(own, version + index, self.assembly, self.team.exchange)
             masked = 0
             if self.config.schedule.mode == "bounded" and self.config.schedule.too_old == "mask":
                 assembled, masked = mask_stale(assembled, self.config.schedule.max_lag)
             self._say_if_few(assembled.stats)
-            batch = place(assembled.microbatches, self.mesh)
+            put = place if self.team.share.processes == 1 else place_part
+            batch = put(assembled.microbatches, self.mesh)
             prox_logps = None
             if self.config.objective.config.needs_proximal:
                 prox_logps = tuple(output.logp_BT for output in self.step.score(self.state.params, batch))
@@ -172,16 +207,20 @@ class Run:
         """
         if not self.schedule.is_edge(version):
             return
-        with self.report.phase("collect"), self.preemption.waiting(self.flow.buffer.fail):
-            self.flow.settle(version)
+        with self.report.phase("collect"):
+            self._together(f"what older versions than {version} sample", lambda: self.flow.settle(version))
         if self.schedule.due(version, self.config.checkpoint.every) or version == self.config.steps:
             self.save()
         self._owes_push |= self.schedule.publishes(version)
         # An evaluation is of this very version; any other push may wait while the one before it is under way.
-        if self._evaluates(version) or (self._owes_push and (not self.publisher.busy or self.flow.hurries(version))):
+        if self._evaluates(version) or (self._owes_push and self._may_push(version)):
             self._owes_push = False
             with self.report.phase("publish"):
                 self.publisher.start(self.state, self.committed)
+
+    def _may_push(self, version: int) -> bool:
+        said = self.team.exchange("a push", [self.publisher.busy, self.flow.hurries(version)])
+        return not any(busy for busy, _ in said) or any(hurries for _, hurries in said)
 
     def save(self) -> None:
         """Saves a cut of this moment, unless there is one."""
@@ -189,8 +228,9 @@ class Run:
         if self.checkpoints.latest() == version:
             return
         with self.phase("checkpoint"), self._lock:
-            snapshot = self.flow.buffer.snapshot()
-            self.ledger.append(version, snapshot.entry)
+            snapshot = joint_snapshot(self.team, self.flow.buffer.snapshot(), self.step_groups)
+            if self.ledger is not None:
+                self.ledger.append(version, snapshot.entry)
             rewards, self._rewards = self._rewards, []
             self.checkpoints.save(
                 Cut(
@@ -214,11 +254,15 @@ class Run:
             self.checkpoints.settle()
 
     def committed(self, version: int) -> None:
-        """In the publishing thread, once the fleet serves `version`: evaluates if due, then asks for groups."""
-        if isinstance(self.flow, BatchWise) and self._evaluates(version):
+        """In the publishing thread, once the fleet serves `version`: evaluates if due, then asks for groups.
+
+        Of several processes the first one evaluates, on its own engines.
+        """
+        evaluates = self._evaluates(version) and self.team.share.process == 0
+        if isinstance(self.flow, BatchWise) and evaluates:
             self._evaluate(version)
         self.flow.served(version)
-        if not isinstance(self.flow, BatchWise) and self._evaluates(version):
+        if not isinstance(self.flow, BatchWise) and evaluates:
             self._evaluate(version)  # beside the training samples: nothing waits for it
 
     def write(self, version: int, done: StepReport, minibatch: Minibatch) -> None:
@@ -228,7 +272,7 @@ class Run:
           ValueError: the ledger does not add up.
         """
         assembled = minibatch.stats
-        stats = self.flow.buffer.stats()
+        stats = joint_stats(self.team, self.flow.buffer.stats())
         published = self.publisher.published()
         with self._lock:
             seen, self._seen = self._seen, {}
@@ -244,7 +288,9 @@ class Run:
             "lag/masked": float(minibatch.masked),
         }
         self._rewards.append(assembled.reward_mean)
-        self.ledger.append(version, self.flow.buffer.entry())
+        entry = joint_entry(self.team, self.flow.buffer.entry(), self.step_groups)
+        if self.ledger is not None:
+            self.ledger.append(version, entry)
         self.checkpoints.raise_failed()
         self.report.write(version, metrics, self.flow.collector.samples(), assembled.lags)
 
@@ -300,41 +346,6 @@ class Run:
                 }
 
 
-def require_finite(r: Run, done: StepReport, minibatch: Minibatch, references: tuple[jax.Array, ...] | None) -> None:
-    """Stops the run when a loss or gradient was not finite; the batch is saved, the state is as it was.
-
-    Raises:
-      ValueError: names the first cause that can be seen, and the saved batch.
-    """
-    if done.finite:
-        return
-    version, batch = r.state.version, minibatch.batch
-    nothing = (None,) * len(batch)
-    path = r.folder / f"nonfinite-v{version}.npz"
-    save_batch(path, batch)
-    causes = [
-        cause
-        for micro, output, prox_logp_BT, ref_logp_BT in zip(
-            batch,
-            r.step.score(r.state.params, batch),
-            minibatch.prox_logps or nothing,
-            references or nothing,
-            strict=True,
-        )
-        if (
-            cause := objectives.first_nonfinite(
-                output.logp_BT, micro, prox_logp_BT=prox_logp_BT, ref_logp_BT=ref_logp_BT
-            )
-        )
-        is not None
-    ]
-    raise ValueError(
-        f"step {version}: expected a finite loss and gradient, got loss {done.metrics['loss']}, gradient norm "
-        f"{done.metrics['grad_norm']}; {causes[0] if causes else 'the log-probs are finite: the gradient overflowed'}; "
-        f"the state is unchanged and the batch is in {path} (tools/replay_batch.py makes the step again)"
-    )
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """How a run is run, beside its config; none of it changes what is computed.
@@ -344,30 +355,47 @@ class Options:
       record: whether to save every step's batch.
       preemption: where SIGTERM is heard of.
       profile: steps of which a trace is written; None = none.
+      team: the processes of the run.
     """
 
     console: bool = True
     record: bool = False
     profile: ProfileConfig | None = None
     preemption: Preemption = dataclasses.field(default_factory=Preemption)
+    team: Team = dataclasses.field(default_factory=Alone)
 
 
 @contextlib.contextmanager
 def open_run(config: RunConfig, folder: Path, options: Options) -> Iterator[Run]:
     """Builds a run: restores the newest cut of the folder, or makes version 0. Everything is closed on the way out."""
+    team, share = options.team, options.team.share
+    first = share.process == 0
+    config, place_of = deal_endpoints(config, share), folder if first else folder / f"process-{share.process}"
     with contextlib.ExitStack() as stack:
         problem = make_problem(config)
         stack.enter_context(open_verifier(problem.verifier))
         compiles = stack.enter_context(CompileCounter())
         mesh = make_mesh(config.mesh)
-        report = stack.enter_context(Report(folder, header(config, problem, mesh, folder), console=options.console))
-        watchdog = stack.enter_context(Watchdog(folder, config.watchdog.seconds, report.event))
+        check_rows(mesh, config.batch.rows)
+        report = stack.enter_context(
+            Report(folder, header(config, problem, mesh, folder), console=options.console)
+            if first
+            else SideReport(team.tell)
+        )
+        team.on_event(report.event)
+        place_of.mkdir(exist_ok=True)
+        watchdog = stack.enter_context(Watchdog(place_of, config.watchdog.seconds, report.event))
         checkpoints = stack.enter_context(open_checkpoints(folder, config))
-        engines = stack.enter_context(attach_fleet(config, problem, folder, report.event))
+        name = shared(team, "the run's name", run_name(folder))
+        engines = stack.enter_context(attach_fleet(config, problem, place_of, report.event, run=name))
         start = start_or_restore(config, problem, folder, mesh, checkpoints, report)
-        ledger = stack.enter_context(contextlib.closing(LedgerLog(folder, start.cut.state.version)))
+        ledger = None
+        if first:
+            ledger = stack.enter_context(contextlib.closing(LedgerLog(folder, start.cut.state.version)))
         samples = make_samples(config, problem, engines.fleet)
-        flow = stack.enter_context(open_flow(config, problem, samples, engines.describe, start.cut.buffer))
+        part = own_part(start.cut.buffer, share)
+        flow = stack.enter_context(open_flow(config, problem, samples, engines.describe, part, share))
+        team.on_lost(flow.buffer.fail)
         # Before the flow is closed, so that a stream that waits for an engine ends.
         stack.callback(engines.fleet.close)
         step = Step(start.graph, start.optimizer, config.objective.config, config.sampling.temperature, start.cut.state)
@@ -383,7 +411,7 @@ def open_run(config: RunConfig, folder: Path, options: Options) -> Iterator[Run]
             step=step,
             reference=start.reference,
             identity=start.cut.identity,
-            assembly=assembly(config, problem),
+            assembly=assembly(config, problem, share),
             fleet=engines.fleet,
             flow=flow,
             publisher=make_publisher(config, problem, start.graph, engines.fleet, flow.buffer.fail),
@@ -392,6 +420,7 @@ def open_run(config: RunConfig, folder: Path, options: Options) -> Iterator[Run]
             ledger=ledger,
             watchdog=watchdog,
             preemption=options.preemption,
+            team=team,
             compiles=compiles,
             counters=dict(start.cut.counters),
             record=options.record,

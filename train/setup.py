@@ -25,6 +25,7 @@ from train.rewards import RandomReward, Verifier, build_verifier, exact_match, s
 from train.rollout import CodeRollouts, load_rollout
 from train.run_folder import RunHeader
 from train.seeds import derive_seed
+from train.share import Share
 from train.tokenizer import Tokenizer, build_tokenizer, stop_ids
 from train.verify.latex import final_answer
 from train.verify.pool import Unverified
@@ -130,10 +131,11 @@ def _overlong(config: RunConfig) -> OverlongConfig | None:
     )
 
 
-def assembly(config: RunConfig, problem: Problem) -> AssembleConfig:
-    """What a batch of this run must look like."""
+def assembly(config: RunConfig, problem: Problem, share: Share | None = None) -> AssembleConfig:
+    """What a batch of this run must look like; of several processes, the rows of one of them."""
+    rows = (share or Share()).part(config.batch.rows, "batch.rows")
     return AssembleConfig(
-        batch=config.batch,
+        batch=dataclasses.replace(config.batch, rows=rows),
         advantage=config.objective.advantage,
         vocab_size=problem.policy.vocab_size,
         moe_layers=problem.policy.moe_layers,

@@ -4,6 +4,7 @@ import dataclasses
 import shutil
 from pathlib import Path
 
+import jax
 import optax
 from flax import nnx
 from jax.sharding import Mesh
@@ -17,6 +18,7 @@ from train.reference import Reference
 from train.report import Report
 from train.seeds import derive_seed
 from train.setup import Problem
+from train.side_report import SideReport
 from train.state import init_policy, init_state
 from train.warm_start import Examples, WarmStart
 
@@ -34,7 +36,12 @@ class Start:
 
 
 def start_or_restore(
-    config: RunConfig, problem: Problem, folder: Path, mesh: Mesh, checkpoints: Checkpoints, report: Report
+    config: RunConfig,
+    problem: Problem,
+    folder: Path,
+    mesh: Mesh,
+    checkpoints: Checkpoints,
+    report: Report | SideReport,
 ) -> Start:
     """Restores the newest cut; where there is none, warms up and saves the cut of version 0.
 
@@ -55,7 +62,8 @@ def start_or_restore(
     reference = None
     if config.objective.config.needs_reference:
         # What an attempt that was killed before its first checkpoint left there is not a reference of this run.
-        shutil.rmtree(folder / REFERENCE, ignore_errors=True)
+        if jax.process_index() == 0:
+            shutil.rmtree(folder / REFERENCE, ignore_errors=True)
         reference = Reference.freeze(graph, params, problem.policy, folder / REFERENCE)
     optimizer = config.optim.transformation()
     cut = Cut(

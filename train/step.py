@@ -20,6 +20,7 @@ from sat_jax.metrics import Mean, Metrics, Sum, merge
 from sat_jax.model.attention import attention_pairs
 from sat_jax.objective import ObjectiveConfig, policy_loss
 from sat_jax.types import Measured, PolicyOutput, TokenBatch
+from train.export import whole
 from train.state import TrainState, shardings
 
 Batch = tuple[TokenBatch, ...]
@@ -133,18 +134,7 @@ class Step:
         Returns:
           The new state (the old values and version, should anything not be finite) and what happened.
         """
-        gradients, metrics = None, None
-        for index, micro in enumerate(batch):
-            given = _Given(
-                measured=measurement.measured[index],
-                denominator=measurement.denominator,
-                ref_logp_BT=None if ref_logps is None else ref_logps[index],
-                prox_logp_BT=None if prox_logps is None else prox_logps[index],
-            )
-            gradients, seen = self._grad_jit(state.params, gradients, micro, given)
-            metrics = seen if metrics is None else merge(metrics, seen)
-        assert gradients is not None, "a batch has at least one microbatch"
-        assert metrics is not None, "a batch has at least one microbatch"
+        gradients, metrics = self.gradients(state.params, batch, measurement, ref_logps, prox_logps)
         params, opt_state, (norm, finite) = self._apply_jit(
             state.params, state.opt_state, gradients, metrics["loss"].value()
         )
@@ -153,6 +143,34 @@ class Step:
         seen = {name: float(value) for name, value in seen.items()}
         seen |= {"grad_norm": float(norm), "microbatches": float(len(batch))}
         return TrainState(state.version + ok, params, opt_state), StepReport(finite=ok, metrics=seen)
+
+    def gradients(
+        self,
+        params: nnx.State,
+        batch: Batch,
+        measurement: Measurement,
+        ref_logps: Sequence[jax.Array] | None = None,
+        prox_logps: Sequence[jax.Array] | None = None,
+    ) -> tuple[nnx.State, Metrics]:
+        """The gradient of the whole batch's loss, and what it measured; the first half of `update`, which see.
+
+        Args:
+          params: of the policy; they are kept.
+          batch, measurement, ref_logps, prox_logps: as `update` takes them.
+        """
+        gradients, metrics = None, None
+        for index, micro in enumerate(batch):
+            given = _Given(
+                measured=measurement.measured[index],
+                denominator=measurement.denominator,
+                ref_logp_BT=None if ref_logps is None else ref_logps[index],
+                prox_logp_BT=None if prox_logps is None else prox_logps[index],
+            )
+            gradients, seen = self._grad_jit(params, gradients, micro, given)
+            metrics = seen if metrics is None else merge(metrics, seen)
+        assert gradients is not None, "a batch has at least one microbatch"
+        assert metrics is not None, "a batch has at least one microbatch"
+        return gradients, metrics
 
     def trace(self, state: TrainState, micro: TokenBatch, microbatches: int = 1) -> dict[str, jax.stages.Traced]:
         """Every program of an optimizer step, traced: a jaxpr to count in, and what `lower` lowers.
@@ -277,9 +295,12 @@ def _mean(value_BT: jax.Array, mask_BT: jax.Array) -> Mean:
 
 
 def host_batch(batch: Batch) -> dict[str, np.ndarray]:
-    """A batch as plain arrays by name, microbatches numbered, for saving beside a run that stopped."""
+    """A batch as plain arrays by name, microbatches numbered, for saving beside a run that stopped.
+
+    Of several processes a collective: every one is given the whole batch.
+    """
     return {
-        f"micro{index}{jax.tree_util.keystr(path)}": np.asarray(leaf)
+        f"micro{index}{jax.tree_util.keystr(path)}": whole(leaf)
         for index, micro in enumerate(batch)
         for path, leaf in jax.tree_util.tree_leaves_with_path(micro)
     }

@@ -8,7 +8,7 @@ straggler keeps nobody waiting, and what is too old by then is sampled again.
 import dataclasses
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
@@ -16,6 +16,7 @@ import numpy as np
 from train.buffer import BufferSnapshot, BufferStats, restored
 from train.groups import Group
 from train.ledger import LATE, TOO_OLD, ZERO_STD, Ledger, LedgerEntry
+from train.share import Share
 from train.staleness import BoundedSchedule
 from train.waiting import Waiting
 
@@ -48,14 +49,16 @@ class StreamBuffer:
         *,
         deadline: float,
         describe: Callable[[], str] = lambda: "not asked",
+        share: Share | None = None,
     ) -> None:
         """Makes an empty buffer; nothing is admitted before `serve`.
 
         Args:
-          schedule: for capacity and the largest lag.
+          schedule: for capacity and the largest lag; of several processes, with this one's part of a step's groups.
           settings: policies.
           deadline: seconds without any progress after which `take` is an error.
           describe: says how the engines are, for that error.
+          share: whose tickets are drawn here; None = all.
         """
         self._schedule = schedule
         self._settings = settings
@@ -63,7 +66,7 @@ class StreamBuffer:
         self._waiting = Waiting(deadline)
         # Idle samplers wait apart: every completion would wake all of them otherwise.
         self._admissible = threading.Condition(self._waiting.lock)
-        self._ledger = Ledger()
+        self._ledger = Ledger(share=share)
         self._groups: dict[int, Group] = {}
         self._again: deque[Ticket] = deque()  # out, but with no sampler yet
         self._served: int | None = None
@@ -143,7 +146,14 @@ class StreamBuffer:
             return len(self._groups) >= n
 
     def take(self, n: int, version: int) -> list[Group]:
-        """Waits for `n` groups and hands over the oldest, in the order in which the batch's steps train on them.
+        """Waits for `n` groups and hands over the oldest: `choose` and `hand_over`."""
+        with self._waiting.changed:
+            groups = self.choose(n, version)
+            self.hand_over(groups)
+            return groups
+
+    def choose(self, n: int, version: int) -> list[Group]:
+        """Waits for `n` groups; gives the oldest, in the order in which the batch trains on them. They stay.
 
         Args:
           n: how many, a whole batch.
@@ -170,13 +180,21 @@ class StreamBuffer:
                         f"group t{group.ticket}: expected tokens of at most version {version}, got one of "
                         f"{group.newest_version}"
                     )
-            self._ledger.train(group.ticket for group in chosen)
-            for group in chosen:
+            return chosen
+
+    def hand_over(self, groups: Sequence[Group]) -> None:
+        """The trainer trains on these, just chosen.
+
+        Raises:
+          ValueError: one is not here.
+        """
+        with self._waiting.changed:
+            self._ledger.train(group.ticket for group in groups)
+            for group in groups:
                 del self._groups[group.ticket]
-            self._use = version + self._schedule.minibatches
+            self._use += self._schedule.minibatches
             self._without_signal = 0
             self._waiting.note()
-            return chosen
 
     def stats(self) -> BufferStats:
         """The present counts.
