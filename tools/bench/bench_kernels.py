@@ -75,16 +75,34 @@ def in_turns(functions: dict[str, Callable[[], Any]], repeat: int) -> dict[str, 
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
-def logp_time(repeat: int, tokens: int, width: int, vocabulary: int) -> dict[str, float]:
-    """Forward and backward, both gradients."""
+def _written_out(hidden_BTD: jax.Array, head_DV: jax.Array, target_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What `token_logp` gives, from logits that are all there."""
+    logp_BTV = jax.nn.log_softmax(jnp.einsum("btd,dv->btv", hidden_BTD, head_DV), axis=-1)
+    entropy_BT = -(jnp.exp(logp_BTV) * logp_BTV).sum(axis=-1)
+    return jnp.take_along_axis(logp_BTV, target_BT[..., None], -1)[..., 0], entropy_BT
+
+
+def logp_time(repeat: int, tokens: int, width: int, vocabulary: int) -> dict[str, Any]:
+    """Log-probs and entropies, forward alone (what measuring and scoring run), and with both gradients."""
     draw = np.random.default_rng(0)
     hidden_BTD = jnp.asarray(draw.normal(size=(1, tokens, width)), jnp.float32)
     head_DV = jnp.asarray(draw.normal(0, width**-0.5, (width, vocabulary)), jnp.float32)
     target_BT = jnp.asarray(draw.integers(0, vocabulary, (1, tokens)), jnp.int32)
-    forms = {"ours": _ours_logp, "naive": _naive_logp}
-    run = {n: functools.partial(jax.jit(jax.grad(f, (0, 1))), hidden_BTD, head_DV, target_BT) for n, f in forms.items()}
+
+    def loss(form: Callable[..., Any]) -> Callable[..., jax.Array]:
+        def summed(*arguments: jax.Array) -> jax.Array:
+            logp_BT, entropy_BT = form(*arguments)
+            return logp_BT.sum() + 0.01 * entropy_BT.sum()
+
+        return summed
+
+    forms = {"ours": token_logp, "naive": _written_out}
+    programs = {f"{name}_forward": jax.jit(form) for name, form in forms.items()}
+    programs |= {f"{name}_gradients": jax.jit(jax.grad(loss(form), (0, 1))) for name, form in forms.items()}
+    run = {name: functools.partial(program, hidden_BTD, head_DV, target_BT) for name, program in programs.items()}
     seconds = in_turns(run, repeat)
-    return seconds | {"ratio": seconds["ours"] / seconds["naive"]}
+    ratios = {f"ratio_{what}": seconds[f"ours_{what}"] / seconds[f"naive_{what}"] for what in ("forward", "gradients")}
+    return seconds | ratios | {"tokens": tokens, "width": width, "vocabulary": vocabulary}
 
 
 def attention_time(repeat: int, length: int, sequences: int) -> dict[str, float]:
@@ -145,7 +163,7 @@ def measure(what: str, repeat: int) -> dict[str, Any]:
     if what in ("time", "all"):
         big = device.platform != "cpu"
         record["time"] = {
-            "logp": logp_time(repeat, *((4096, 2048, 151_936) if big else (256, 256, 32_768))),
+            "logp": logp_time(repeat, *((4096, 2048, 151_936) if big else (512, 2048, 65_536))),
             "attention": attention_time(repeat, 32768 if big else 4096, 8),
             "experts": experts_time(repeat, 32768 if big else 2048),
         }
