@@ -63,6 +63,8 @@ class FakeSglang:
         } | info
         self.key = key
         self.seconds_per_token = 0.0
+        self.gates: dict[int, threading.Event] = {}  # before a completion's token of this number: it waits there
+        self.reached = -1  # the last such number that a completion has come to
         self.calls: list[str] = []
         self.say_400 = False  # the next update changes the weights and says 400
         self.hang_up = ""  # the next call of this path gets no answer
@@ -225,6 +227,9 @@ class FakeSglang:
         place = int(body["rid"].rsplit("-", 2)[1])
         while len(triples) < asked["max_new_tokens"]:
             time.sleep(self.seconds_per_token)
+            if gate := self.gates.get(len(triples)):
+                self.reached = len(triples)
+                assert gate.wait(60.0), "nobody opened the gate"
             with self.changed:
                 while self.paused and self.aborts == aborts and body["rid"] not in self.aborted:
                     self.changed.wait(0.05)
