@@ -39,6 +39,8 @@ from rollout_bridge.weights import Weights
 
 T = TypeVar("T")
 
+_RELEASE_SECONDS = 5.0
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ClientOptions:
@@ -210,8 +212,9 @@ class Client:
         self._call(self._stub.Abort, "Abort", codec.encode_abort(request_ids), self.options.control_seconds)
 
     def release(self) -> None:
-        """Gives back the lease, from one attempt."""
-        self._attempt(self._stub.ReleaseLease, "ReleaseLease", codec.Release(), self.options.control_seconds)
+        """Gives back the lease, from one attempt that is short: whoever gives it back is about to end."""
+        seconds = min(self.options.control_seconds, _RELEASE_SECONDS)
+        self._attempt(self._stub.ReleaseLease, "ReleaseLease", codec.Release(), seconds)
 
     def close(self) -> None:
         """Ends every call and the connection."""

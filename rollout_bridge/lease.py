@@ -94,8 +94,8 @@ class LeaseBook:
             if held is not None and lease.holder != held.holder and silent < self._seconds:
                 raise Fatal(
                     f"lease of {lease.holder}: expected a free engine, got one that {held.holder} has held for "
-                    f"{now - self._since:.0f} s; give this run its own fleet, or end that trainer: the engine is free "
-                    f"{self._seconds:.0f} s after its last sign of life"
+                    f"{now - self._since:.0f} s; give this run its own fleet, or end that trainer: it gives the "
+                    f"engine back, or loses it {self._seconds:.0f} s after its last sign of life"
                 )
             if lease != held:
                 if held is not None and lease.start:

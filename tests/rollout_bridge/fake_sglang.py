@@ -63,8 +63,8 @@ class FakeSglang:
         } | info
         self.key = key
         self.seconds_per_token = 0.0
-        self.limit = 10**6  # tokens after which a request stands still; `let` moves it
-        self.lengths: dict[str, int] = {}  # tokens so far, by request
+        self.gates: dict[int, threading.Event] = {}  # before a completion's token of this number: it waits there
+        self.reached = -1  # the last such number that a completion has come to
         self.calls: list[str] = []
         self.say_400 = False  # the next update changes the weights and says 400
         self.hang_up = ""  # the next call of this path gets no answer
@@ -89,14 +89,7 @@ class FakeSglang:
             self._hang_up_groups()
             self.changed.notify_all()
 
-    def let(self, limit=10**6):
-        """Requests go on, to this many tokens."""
-        with self.changed:
-            self.limit = limit
-            self.changed.notify_all()
-
     def close(self):
-        self.let()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -234,11 +227,11 @@ class FakeSglang:
         place = int(body["rid"].rsplit("-", 2)[1])
         while len(triples) < asked["max_new_tokens"]:
             time.sleep(self.seconds_per_token)
+            if gate := self.gates.get(len(triples)):
+                self.reached = len(triples)
+                assert gate.wait(60.0), "nobody opened the gate"
             with self.changed:
-                self.lengths[body["rid"]] = len(triples)
-                while self.aborts == aborts and body["rid"] not in self.aborted:
-                    if not self.paused and len(triples) < self.limit:
-                        break
+                while self.paused and self.aborts == aborts and body["rid"] not in self.aborted:
                     self.changed.wait(0.05)
                 if self.aborts != aborts or body["rid"] in self.aborted:
                     finish = "abort"

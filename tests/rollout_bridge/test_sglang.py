@@ -76,6 +76,12 @@ def eventually(what, seconds=30.0):
         time.sleep(0.005)
 
 
+def hold(server, number=5):
+    """Has every completion wait before its token of this number until the event is set that this gives."""
+    server.gates[number] = threading.Event()
+    return server.gates[number]
+
+
 @contextlib.contextmanager
 def sampling(engine, request):
     """Samples in a thread; gives the list that fills, and waits for its end."""
@@ -91,7 +97,7 @@ def sampling(engine, request):
     thread.start()
     eventually(lambda: engine.status().running > 0)
     yield found, errors
-    thread.join(30)
+    thread.join(60)
     assert not thread.is_alive()
 
 
@@ -143,10 +149,11 @@ def test_the_pieces_of_a_fleet_fit(both, start, gather, make_request):
 def test_a_cancelled_call_is_aborted_at_the_server(both, make_request):
     server, engine = both
     publish(engine, 1)
-    server.seconds_per_token = 0.01
+    gate = hold(server)
     cancelled = threading.Event()
     threading.Timer(0.1, cancelled.set).start()
     assert sample(engine, make_request(length=400, stop=()), cancelled) == []
+    gate.set()
     eventually(lambda: "/abort_request" in server.calls and server.running == 0)
 
 
@@ -156,11 +163,11 @@ def test_a_cancelled_call_is_aborted_at_the_server(both, make_request):
 def test_retracted_tokens_keep_their_version_and_every_row_is_of_the_newest(both, make_request):
     server, engine = both
     publish(engine, 1)
-    server.let(5)
+    gate = hold(server)
     with sampling(engine, make_request(members=(0,), length=60, stop=())) as (found, errors):
-        eventually(lambda: [*server.lengths.values()] == [5])
+        eventually(lambda: server.reached == 5)
         new, _ = publish(engine, 2, InFlight.RETRACT)
-        server.let()
+        gate.set()
     assert not errors
     (completion,) = found
     assert np.unique(completion.version).tolist() == [1, 2]
@@ -173,24 +180,31 @@ def test_retracted_tokens_keep_their_version_and_every_row_is_of_the_newest(both
 def test_abort_returns_parts_of_the_old_version(both, make_request):
     server, engine = both
     publish(engine, 1)
-    server.let(5)
+    gate = hold(server)
     with sampling(engine, make_request(members=(0, 1), length=400, stop=())) as (found, _):
-        eventually(lambda: [*server.lengths.values()] == [5, 5])
+        eventually(lambda: server.reached == 5)
         publish(engine, 2, InFlight.ABORT)
+        gate.set()
     assert [(c.finish, set(c.version.tolist())) for c in found] == [(Finish.ABORT, {1})] * 2
 
 
 def test_finish_waits_for_the_end_and_lets_nothing_begin(both, make_request):
     server, engine = both
     publish(engine, 1)
-    server.let(5)
+    gate = hold(server)
+    later = []
     with sampling(engine, make_request(members=(0,), length=40, stop=())) as (found, _):
         committing = threading.Thread(target=publish, args=(engine, 2))
         committing.start()
-        eventually(lambda: engine.status().staged_version == 2)
-        threading.Timer(0.1, server.let).start()
-        later = sample(engine, make_request("t1", members=(0,), length=2, stop=()))
+        eventually(lambda: engine._committing)
+        request = make_request("t1", members=(0,), length=2, stop=())
+        beginning = threading.Thread(target=lambda: later.extend(sample(engine, request)))
+        beginning.start()
+        eventually(lambda: engine.status().waiting == 1)
+        assert engine.status().running == 1
+        gate.set()
         committing.join(30)
+        beginning.join(30)
     assert set(found[0].version.tolist()) == {1}
     assert set(later[0].version.tolist()) == {2}
 
@@ -200,18 +214,18 @@ def test_tokens_of_an_unverified_version_wait_for_the_verdict(both, make_request
     """A paused server answers no probe, so the new weights sample before they are verified."""
     server, engine = both
     publish(engine, 1)
-    server.let(5)
-    verdict, asked = threading.Event(), threading.Event()
+    gate = hold(server)
+    asked, verdict = threading.Event(), threading.Event()
     original = server.weights_checker
 
     def checker(body):
         asked.set()
-        verdict.wait(60)
+        verdict.wait(30)
         return original(body) if passes else 400
 
     server.weights_checker = checker
     with sampling(engine, make_request(members=(0,), length=30, stop=())) as (found, errors):
-        eventually(lambda: [*server.lengths.values()] == [5])
+        eventually(lambda: server.reached == 5)
         outcome = []
 
         def commit():
@@ -223,12 +237,12 @@ def test_tokens_of_an_unverified_version_wait_for_the_verdict(both, make_request
         committing = threading.Thread(target=commit)
         committing.start()
         assert asked.wait(30)
-        server.let()
+        gate.set()
         eventually(lambda: server.running == 0)
         time.sleep(0.05)
         assert found == []
         verdict.set()
-        committing.join(30)
+        committing.join(10)
     assert (len(found), len(errors)) == ((1, 0) if passes else (0, 1))
     assert engine.status().serving is (Serving.SERVING if passes else Serving.NOT_SERVING)
 
@@ -236,13 +250,14 @@ def test_tokens_of_an_unverified_version_wait_for_the_verdict(both, make_request
 def test_what_was_aborted_after_a_retraction_is_sampled_again(both, make_request):
     server, engine = both
     publish(engine, 1)
-    server.let(5)
+    before, after = hold(server), hold(server, 10)
     with sampling(engine, make_request(members=(0,), length=400, stop=())) as (found, _):
-        eventually(lambda: [*server.lengths.values()] == [5])
+        eventually(lambda: server.reached == 5)
         publish(engine, 2, InFlight.RETRACT)
-        server.let(10)
-        eventually(lambda: [*server.lengths.values()] == [10])
+        before.set()
+        eventually(lambda: server.reached == 10)
         engine.abort(("t0",))
+        after.set()
     assert [(len(c.tokens), c.trace, c.finish) for c in found] == [(0, None, Finish.ABORT)]
 
 
@@ -562,7 +577,7 @@ def test_a_fleet_pushes_to_a_restarted_server_before_it_samples(both, start, sta
         if len(seen) == 4:
             server.restart()
     assert sorted(seen) == sorted((f"t{i}", member) for i in range(16) for member in (0, 1))
-    assert fleet.counts()["republish"] == 1
+    eventually(lambda: fleet.counts().get("republish") == 1)
 
 
 def test_the_staging_folder_is_for_nobody_else(both, tmp_path):

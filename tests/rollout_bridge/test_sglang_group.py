@@ -18,7 +18,7 @@ from rollout_bridge.engines.sglang_group import GroupConfig, Sender
 from rollout_bridge.engines.sglang_http import Refused
 from rollout_bridge.engines.torch_sender import run
 from tests.rollout_bridge.fake_sglang import MODEL, FakeSglang
-from tests.rollout_bridge.test_sglang import eventually, publish, sample, sampling, stage
+from tests.rollout_bridge.test_sglang import eventually, hold, publish, sample, sampling, stage
 
 GROUP = GroupConfig(
     sender=(sys.executable, "-P", str(Path(__file__).with_name("fake_sender.py"))), bucket_bytes=600, join_seconds=60.0
@@ -146,11 +146,13 @@ def test_tokens_of_torn_weights_reach_nobody(both, monkeypatch, make_request):
     """A load that broke off goes on sampling under mixed weights: not under a name that is trusted."""
     server, engine = both
     publish(engine, 1)
-    server.seconds_per_token = 0.005
+    gate = hold(server)
     with sampling(engine, make_request(members=(0,), length=60, stop=())) as (found, errors):
+        eventually(lambda: server.reached == 5)
         in_bucket(monkeypatch, 5, kill)
         with pytest.raises(BridgeError):
             publish(engine, 2, InFlight.RETRACT)
+        gate.set()
     assert found == []
     assert len(errors) == 1
     assert r".torn" in str(errors[0])

@@ -124,9 +124,9 @@ def sampling(fleet, requests, *engines):
     assert not thread.is_alive()
 
 
-def eventually(what, seconds=120.0):
+def eventually(what, seconds=120.0, every=0.02):
     """Waits until it is so."""
     end = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < end, "did not come to pass"
-        time.sleep(0.02)
+        time.sleep(every)

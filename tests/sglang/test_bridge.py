@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import secrets
 import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -157,8 +156,7 @@ def test_a_bridge_killed_in_a_commit_comes_back_out_of_service_and_is_pushed_to_
     seen = []
 
     def kill(written):
-        while b"/pause_generation" not in server.log.read_bytes()[written:]:
-            time.sleep(0.002)
+        eventually(lambda: b"/pause_generation" in server.log.read_bytes()[written:], 300.0, every=0.002)
         bridge.kill()
         seen.extend(weights_in(stage_folder))
         bridge.start()

@@ -84,8 +84,7 @@ def test_a_server_killed_in_a_commit_is_committed_to_again(publish, fleet, train
     written = server.log.stat().st_size
 
     def kill():
-        while moment not in server.log.read_bytes()[written:].decode(errors="replace"):
-            time.sleep(0.002)
+        eventually(lambda: moment.encode() in server.log.read_bytes()[written:], 300.0, every=0.002)
         server.kill()
         time.sleep(1.0)
         server.start()
