@@ -221,6 +221,16 @@ def files() -> Iterator[tuple[str, str]]:
         yield _config("sat_gspo", 8, machine, replay=True)
 
 
+def topologies() -> dict[str, str]:
+    """The machine of each config, by its file's name, as `sat-jax plan` names it."""
+    suffixes = {machine.suffix: machine.topology for machine in OTHERS}
+    names = [path for path, _ in files() if path.endswith(".toml")]
+    return {
+        name: next((topology for suffix, topology in suffixes.items() if suffix in name), V5P.topology)
+        for name in names
+    }
+
+
 def _config(method: str, lag: int, machine: Machine, *, replay: bool) -> tuple[str, str]:
     name = f"qwen3_30b_a3b_{method}{'_r3' if replay else ''}_lag{lag}{machine.suffix}"
     data, fsdp, expert, tensor = machine.mesh

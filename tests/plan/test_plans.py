@@ -50,7 +50,7 @@ def tiny(cache) -> Plan:
 @pytest.mark.timeout(600)
 def test_the_tiny_plan_for_v5e_has_the_figures_of_a_hand(tiny):
     held, count = tiny.resident, tiny.parameters
-    # The experts' weights are cut four ways, the embedding and head too, the projections two ways, norms and router not.
+    # Experts, embedding and head are cut four ways, projections two ways, norms and router not at all.
     experts, vocabulary = 2 * 3 * 4 * 64 * 64, 2 * 16 * 64
     projections = 2 * 64 * 16 * 2 * (4 + 2)
     whole = count - experts - vocabulary - projections
@@ -131,14 +131,14 @@ def large(cache) -> Plan:
     return planned("qwen3_30b_a3b_sat_gspo_r3_lag8", "v5p:4x4x4", [], cache)
 
 
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(2700)
 def test_the_30b_step_fits_v5p_128_with_a_tenth_spare(large):
     assert large.fits
     assert large.spare is not None
     assert large.spare >= 0.1
 
 
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(2700)
 def test_the_30b_figures_are_those_of_a_hand(large):
     assert large.parameters == 30_532_122_624
     held = large.resident
@@ -155,12 +155,12 @@ def test_the_30b_figures_are_those_of_a_hand(large):
     assert large.cost("worst", "balanced").useful == pytest.approx(5 * 4096 * 32768 / 64 * (48 * layer + head))
 
 
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(2700)
 def test_the_30b_step_executes_at_most_145_percent_of_what_is_useful(large):
     assert large.cost("worst", "balanced").ratio <= 1.45
 
 
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(2700)
 def test_no_collective_of_the_30b_step_moves_the_batchs_logits_or_all_experts(large):
     moved = [one for program in large.programs for one in program.compiled.collectives]
     assert moved
