@@ -73,11 +73,11 @@ test-extras: .venv/.installed  ## the tests that need the extras math and parque
 	[ -f $$pins ] || pins=/dev/null; .venv-plan/bin/python -m pip install --quiet -c $$pins -e '.[test,plan]'
 	@touch $@
 
-test-plan: .venv-plan/.installed  ## compile an update for TPU topologies, without a TPU (libtpu in .venv-plan)
+test-plan: .venv-plan/.installed  ## sat-jax plan for TPU topologies, without a TPU (libtpu in .venv-plan; 10 minutes)
 	.venv-plan/bin/python -m pytest -m plan
 
-test-plan-full: .venv-plan/.installed  ## the same for the 30B policy on v5p 4x4x4; a quarter of an hour
-	.venv-plan/bin/python -m pytest -m plan_full --timeout 3000
+test-plan-full: .venv-plan/.installed  ## the same for every 30B config on its machine; more than an hour
+	.venv-plan/bin/python -m pytest -m plan_full
 
 .venv-gpu/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-gpu

@@ -3,7 +3,8 @@
     python tools/make_configs.py [FOLDER]
 
 All come out of the one text below, as complete files, so that they cannot drift apart;
-`tests/tools/test_make_configs.py` says when one did. The settings are those of SAT (arXiv 2607.18722, appendix F, table 9) where it has them.
+`tests/tools/test_make_configs.py` says when one did. The settings are those of SAT (arXiv 2607.18722, appendix F,
+table 9) where it has them.
 """
 
 import dataclasses
@@ -64,12 +65,13 @@ OTHERS = (
         rows=64,
         mesh=(1, 8, 8, 1),
         remat="full",
+        mu_dtype="bfloat16",
     ),
     Machine(
-        suffix="_v6e64_row16k",
+        suffix="_v6e64_row24k",
         topology="v6e:8x8",
         what="64 chips of TPU v6e (Trillium)",
-        row_length=16384,
+        row_length=24576,
         rows=64,
         mesh=(1, 8, 8, 1),
         remat="full",
@@ -217,6 +219,16 @@ def files() -> Iterator[tuple[str, str]]:
                 yield _config(method, lag, V5P, replay=replay)
     for machine in OTHERS:
         yield _config("sat_gspo", 8, machine, replay=True)
+
+
+def topologies() -> dict[str, str]:
+    """The machine of each config, by its file's name, as `sat-jax plan` names it."""
+    suffixes = {machine.suffix: machine.topology for machine in OTHERS}
+    names = [path for path, _ in files() if path.endswith(".toml")]
+    return {
+        name: next((topology for suffix, topology in suffixes.items() if suffix in name), V5P.topology)
+        for name in names
+    }
 
 
 def _config(method: str, lag: int, machine: Machine, *, replay: bool) -> tuple[str, str]:

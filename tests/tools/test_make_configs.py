@@ -1,10 +1,13 @@
 """The configs of Qwen3-30B-A3B are what their tool writes, and say what their names say."""
 
+import math
+
 import pytest
 
 from sat_jax.model import PolicyConfig
-from tools.make_configs import CONFIGS, METHODS, MODEL, files, main
+from tools.make_configs import CONFIGS, METHODS, MODEL, files, main, topologies
 from train.config import load
+from train.plan.topology import parse
 
 NAMES = [path for path, _ in files() if path.endswith(".toml")]
 
@@ -41,6 +44,12 @@ def test_a_config_does_what_its_name_says_with_the_papers_settings(name):
     assert (config.objective.config.kl_coef, config.objective.config.kl_kind) == (1e-3, "k3")
     assert config.optim.peak_lr == 1e-6
     assert config.objective.advantage.std == "group"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_mesh_of_a_config_has_as_many_devices_as_its_machine(name):
+    _, sizes = parse(topologies()[name])
+    assert math.prod(load(CONFIGS / name).mesh.shape) == math.prod(sizes)
 
 
 def test_the_model_is_the_papers():

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -58,7 +59,7 @@ def test_long_rows_are_multiplied_by_blocks_that_share_a_sequence(config):
     assert pairs(long, MESH).executed == 2 * 3 * 512 * 512
 
 
-def fake_mesh(**axes):
+def fake_mesh(**axes) -> Any:
     sizes = {"data": 1, "fsdp": 1, "expert": 1, "tensor": 1} | axes
 
     class Device:
