@@ -40,8 +40,9 @@ def pack_groups(groups: Sequence[Group]) -> tuple[Any, dict[str, Any]]:
 
 def template(said: Mapping[str, Any]) -> jax.ShapeDtypeStruct:
     """What to restore the bytes into: every process reads all of them."""
-    shape = (len(said["parts"]), said["bytes"]) if "parts" in said else (said["bytes"],)
-    if jax.process_count() == 1:
+    several = "parts" in said
+    shape = (len(said["parts"]), said["bytes"]) if several else (said["bytes"],)
+    if jax.process_count() == 1 and not several:
         return jax.ShapeDtypeStruct(shape, np.uint8)
     return jax.ShapeDtypeStruct(shape, np.uint8, sharding=NamedSharding(_one_each(), PartitionSpec()))
 

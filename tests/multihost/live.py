@@ -18,9 +18,9 @@ ROOT = Path(__file__).parents[2]
 FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 
-def write_config(folder: Path, *overrides: str) -> Path:
+def write_config(folder: Path, *overrides: str, file: str = "small.toml") -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "small.toml"
+    path = folder / file
     settings = [*SMALL, "name=small", "mesh.data=2", "eval.prompts=8", *overrides]
     path.write_text(to_toml(load(ROOT / "configs" / "quickstart.toml", settings)))
     return path

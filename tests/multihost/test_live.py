@@ -17,6 +17,9 @@ from tests.multihost.live import (
     wait_for_steps,
     write_config,
 )
+from train.checkpoint import read_ledger, read_meta
+from train.ledger import audit
+from train.ledger_log import read_entries
 
 pytestmark = [pytest.mark.multihost, pytest.mark.timeout(580)]
 
@@ -72,7 +75,8 @@ def test_a_run_goes_on_with_another_number_of_processes_and_says_who_was_lost(al
     two.processes[1].kill()
     _must_end_soon(two, 0, "process 1 (")
 
-    four = start(write_config(tmp_path, f"steps={LONG}", "mesh.data=4"), 4, 1, "--allow-changed", "mesh")
+    wider = write_config(tmp_path, f"steps={LONG}", "mesh.data=4", file="wider.toml")
+    four = start(wider, 4, 1, "--allow-changed", "mesh")
     wait_for_steps(folder, 5, four)
     four.processes[2].send_signal(signal.SIGTERM)
     assert four.wait() == [75] * 4, four.said(0)[-3000:]
@@ -99,18 +103,48 @@ def _must_end_soon(started, survivor, name):
 
 
 def test_a_stalled_fleet_of_one_process_is_waited_for_and_then_stops_the_run_by_its_name(tmp_path):
-    config = write_config(tmp_path, f"steps={LONG}", "rollout.deadline=15", "eval.prompts=0", "data.holdout=0")
+    config = write_config(tmp_path, f"steps={LONG}", "rollout.deadline=40", "eval.prompts=0", "data.holdout=0")
     folder = tmp_path / "small"
     two = start(config, 2, 1)
     wait_for_steps(folder, 3, two)
     with paused(engine_of(two.processes[1])):
-        time.sleep(3)  # what was sampled before is trained on, and then nothing moves
-        stood = len(rows(folder))
-        time.sleep(2)
-        assert len(rows(folder)) == stood
+        stood, before = len(rows(folder)), -1
+        while stood != before:  # what was sampled before is trained on, and then nothing moves
+            time.sleep(3)
+            stood, before = len(rows(folder)), stood
+        assert stood < LONG
         assert [process.poll() for process in two.processes] == [None, None]
     wait_for(lambda: len(rows(folder)) > stood, two)  # nothing was lost meanwhile
     assert not os.path.exists(folder / "stacks.txt")
     with paused(engine_of(two.processes[1])):
         _must_end_soon(two, 0, "process 1 (")
     assert "TimeoutError: groups" in two.said(0)
+
+
+def test_a_bounded_run_keeps_its_books_over_preemptions_and_other_numbers_of_processes(tmp_path):
+    bounded = ("schedule.mode=bounded", "schedule.max_lag=2", "eval.prompts=0", "data.holdout=0", "checkpoint.every=0")
+    config = write_config(tmp_path, f"steps={LONG}", *bounded)
+    folder = tmp_path / "small"
+    for processes in (2, 1):
+        started = start(config, processes, 2 // processes)
+        wait_for_steps(folder, 6, started)
+        started.processes[-1].send_signal(signal.SIGTERM)
+        assert started.wait() == [75] * processes, started.said(0)[-3000:]
+        cut = max(int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdecimal())
+        state = read_ledger(read_meta(folder / "checkpoints", cut))
+        assert state.trained == 4 * cut == 4 * len(rows(folder))  # where it was, although no checkpoint was due
+        audit(read_entries(folder, cut), state)
+    assert run(config, 2, 1) == folder
+    assert [row["version"] for row in rows(folder)] == list(range(1, LONG + 1))
+    assert max(row["lag/max"] for row in rows(folder)) <= 2
+    state = read_ledger(read_meta(folder / "checkpoints", LONG))
+    assert state.trained == 4 * LONG
+    audit(read_entries(folder, LONG), state)
+
+
+def test_a_mesh_whose_rows_two_processes_share_is_refused_by_both(tmp_path):
+    config = write_config(tmp_path, "mesh.data=1", "mesh.tensor=2", "policy.kv_heads=2")
+    two = start(config, 2, 1)
+    assert two.wait() == [1, 1]
+    for process in range(2):
+        assert "mesh: expected every process's devices to hold rows of their own" in two.said(process)
