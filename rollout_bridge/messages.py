@@ -184,7 +184,7 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StageReport:
-    """The outcome of a push to one engine; `num_bytes` were received, and written in `seconds_write`."""
+    """The outcome of a push to one engine; `num_bytes` were received, and for `seconds_write` waited on the writing."""
 
     staged: Staged
     num_bytes: int

@@ -222,7 +222,9 @@ def _receive(parts: Iterator[Manifest | Chunk], manifest: Manifest, sink: StageS
             assembly.add(part)
             feed()
         assembly.finish()
+        began = time.monotonic()
         sink.finish()
+        seconds += time.monotonic() - began
     except BaseException:
         sink.discard()
         raise

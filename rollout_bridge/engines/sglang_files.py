@@ -2,9 +2,10 @@
 
 The folder is the bridge's own: one bridge at a time (a lock says so), nobody else may look into it, and what a killed
 bridge left there is removed. By default it is in shared memory, so that a push costs no disk and at most one copy of
-the weights. Files are written as the tensors come, sequentially: nothing but the tensor at hand is held twice.
+the weights. Files are written as the tensors come, sequentially: nothing but the tensor being written is held twice.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import errno
@@ -105,32 +106,33 @@ class Bucket:
 
 
 class Push:
-    """One push, as files that are written in manifest order."""
+    """One push, as files that are written in manifest order, by a thread while the next tensor is received."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
         self.manifest = manifest
         self._writer = _write_parts(folder, manifest)
         next(self._writer)
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="sglang-stage")
+        self._writing: concurrent.futures.Future[None] | None = None
 
     def put(self, array: np.ndarray) -> None:
-        """Writes the next tensor of the manifest.
+        """Writes the next tensor of the manifest, as soon as the one before it has been written.
 
         Raises:
-          Retryable: the disk is full.
+          Retryable: the disk was full for the one before it.
         """
-        try:
-            self._writer.send(array)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            raise Retryable(
-                f"stage of version {self.manifest.version}: expected room in {self.folder.parent}, got {error.strerror}"
-                "; the push is dropped: free some, or choose another folder (--stage-folder)"
-            ) from error
+        self._await()
+        self._writing = self._thread.submit(self._writer.send, array)
 
     def finish(self) -> None:
-        """All tensors have been put."""
+        """All tensors have been put.
+
+        Raises:
+          Retryable: the disk was full for the last one.
+        """
+        self._await()
+        self._thread.shutdown()
         with contextlib.suppress(StopIteration):
             next(self._writer)
 
@@ -149,8 +151,24 @@ class Push:
 
     def remove(self) -> None:
         """Nothing of it stays."""
+        self._thread.shutdown()
         self._writer.close()
         shutil.rmtree(self.folder)
+
+    def _await(self) -> None:
+        """Until what was put last has been written."""
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        try:
+            writing.result()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise Retryable(
+                f"stage of version {self.manifest.version}: expected room in {self.folder.parent}, got {error.strerror}"
+                "; the push is dropped: free some, or choose another folder (--stage-folder)"
+            ) from error
 
 
 def _write_parts(folder: Path, manifest: Manifest) -> Generator[None, np.ndarray, None]:

@@ -457,7 +457,9 @@ def test_no_room_is_said_before_anything_is_written(both, monkeypatch):
             engine.stage(manifest)
 
 
-def test_a_disk_that_fills_up_leaves_the_old_version_serving(both, monkeypatch, tmp_path):
+@pytest.mark.parametrize("puts", [1, 2])
+def test_a_disk_that_fills_up_leaves_the_old_version_serving(both, monkeypatch, tmp_path, puts):
+    """A tensor is written while the next one comes: with that one, or with the end, it is told."""
     _, engine = both
     publish(engine, 1)
     weights = fake_weights(MODEL, 2)
@@ -468,7 +470,9 @@ def test_a_disk_that_fills_up_leaves_the_old_version_serving(both, monkeypatch, 
 
     monkeypatch.setattr("rollout_bridge.engines.sglang_files._write", full)
     with pytest.raises(Retryable, match="No space left on device"):
-        sink.put("model.embed_tokens.weight", weights.tensors["model.embed_tokens.weight"])
+        for name, array in list(weights.tensors.items())[:puts]:
+            sink.put(name, array)
+        sink.finish()
     sink.discard()
     assert list(tmp_path.glob("sat-jax-bridge-*/v2*")) == []
     assert engine.status().version == 1
