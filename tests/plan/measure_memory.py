@@ -28,6 +28,12 @@ def status(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
+def trim() -> None:
+    """Gives back what is free."""
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
 def main(config_path: str, topology: str, overrides: list[str]) -> None:
     config = load(config_path, overrides)
     plan = make_plan(config, PlanOptions(topology=topology), lambda line: print(line, file=sys.stderr))
@@ -56,11 +62,11 @@ def main(config_path: str, topology: str, overrides: list[str]) -> None:
         assert done.finite
 
     def reset_peak() -> None:
+        trim()
         Path("/proc/self/clear_refs").write_text("5")
 
     once()
-    gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    trim()
     before = status("VmRSS")
     once()
     print(json.dumps({"planned": plan.fullest.need * plan.devices, "used": status("VmHWM") - before}))

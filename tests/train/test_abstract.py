@@ -10,6 +10,7 @@ from train.state import OptimConfig
 from train.step import Step
 
 CONFIG = PolicyConfig.tiny(width=32, experts=8, layers=1)
+UPDATE = ("gradient", "accumulate", "apply", "metrics")
 MESH = make_mesh(MeshConfig(fsdp=2, expert=2, tensor=2))
 
 
@@ -24,18 +25,19 @@ def test_an_abstract_batch_is_cut_as_a_placed_one():
 @pytest.mark.parametrize(
     ("preset", "overrides", "names"),
     [
-        ("sat_grpo", {"kl_coef": 0.1}, {"gradient", "apply", "accumulate", "mismatch"}),
-        ("decoupled_ppo", {}, {"gradient", "apply", "accumulate"}),
+        ("sat_grpo", {"kl_coef": 0.1}, ["denominator", "mismatch", "threshold", "score", *UPDATE]),
+        ("decoupled_ppo", {}, ["denominator", "score", *UPDATE]),
+        ("grpo", {}, ["denominator", *UPDATE]),
     ],
 )
-def test_every_program_of_an_update_lowers_from_shapes_alone(preset, overrides, names):
+def test_every_program_of_a_step_lowers_from_shapes_alone_in_the_order_of_the_step(preset, overrides, names):
     optimizer = OptimConfig(peak_lr=1e-3).transformation()
     graph, state = abstract_state(CONFIG, optimizer, MESH)
     step = Step(graph, optimizer, ObjectiveConfig.preset(preset, **overrides), 1.0, state)
     micro = abstract_batch(CONFIG, 8, 16, MESH)
-    assert set(step.lower(state, micro, microbatches=2)) == names
+    assert list(step.lower(state, micro, microbatches=2)) == names
     only = step.lower(state, micro)
-    assert set(only) == {"gradient", "apply"}
+    assert list(only) == [name for name in names if name in ("score", "gradient", "apply", "metrics")]
     gradient, _ = only["gradient"].out_info
     for got, param in zip(jax.tree.leaves(gradient), jax.tree.leaves(state.params), strict=True):
         assert (got.shape, got.dtype) == (param.shape, param.dtype)

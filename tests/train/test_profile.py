@@ -1,5 +1,9 @@
 """Traces of some steps: which, where, and by which names their programs are read."""
 
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -7,8 +11,11 @@ import pytest
 from sat_jax.mesh import one_device_mesh
 from sat_jax.model import PolicyConfig
 from sat_jax.objective import ObjectiveConfig
+from train import loop
 from train.abstract import abstract_batch, abstract_state
+from train.cli import main
 from train.profile import ProfileConfig, profiling
+from train.run import Options
 from train.state import OptimConfig
 from train.step import Step
 
@@ -53,6 +60,42 @@ def test_a_trace_is_written(tmp_path):
         profiler.at(0)
         jax.jit(lambda x: x @ x)(jnp.ones((8, 8))).block_until_ready()
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))
+
+
+class FakeRun:
+    """Three steps that do nothing."""
+
+    def __init__(self):
+        self.state = SimpleNamespace(version=0)
+
+    def begin(self):
+        pass
+
+    def finish(self):
+        pass
+
+
+def test_the_loop_asks_before_every_step(monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda path: seen.append(f"start {path}"))
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: seen.append("stop"))
+    monkeypatch.setattr(loop, "open_run", lambda *_: contextlib.nullcontext(FakeRun()))
+
+    def step(r, version):
+        seen.append(f"step {version + 1}")
+        r.state.version += 1
+
+    monkeypatch.setattr(loop, "_step", step)
+    options = Options(profile=ProfileConfig(first=2, last=2))
+    config: Any = SimpleNamespace(steps=3)
+    loop.train(config, tmp_path, options)
+    assert seen == ["step 1", f"start {tmp_path}/profile", "step 2", "stop", "step 3"]
+
+
+def test_the_command_refuses_what_is_no_range_before_anything_starts(capsys, tmp_path):
+    assert main(["train", "configs/quickstart.toml", "--profile", "12", "--runs", str(tmp_path)]) == 1
+    assert "FIRST:LAST" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.fixture(scope="module")

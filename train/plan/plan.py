@@ -159,7 +159,7 @@ def make_plan(config: RunConfig, options: PlanOptions, say: Callable[[str], None
     topology = open_topology(options.topology)
     mesh = make_mesh(config.mesh, topology.devices)
     seen = _trace(config, mesh, topology.chip, loads(config, options.response_tokens))
-    where = Where(topology=topology.name, shape=dict(mesh.shape), cache=options.cache)
+    where = Where(topology=topology.name, kind=topology.chip.kind, shape=dict(mesh.shape), cache=options.cache)
     held = resident(seen.state, seen.micro, config, seen.loads[1])
     output = _score_bytes(seen)
     programs = []

@@ -32,8 +32,9 @@ class Memory:
     Attributes:
       argument, output, temporary: sizes. Temporaries may be more than fits: not all of them live at once.
       alias: of outputs that take over an argument's place.
-      peak: the most that lives at once, arguments included. This is what has to fit: a program of 21.6 GiB of
-        temporaries and a peak of 14.5 compiles for 15.75 GiB, one with a peak of 21.0 does not.
+      peak: the most that lives at once, arguments included; this is what has to fit. On TPU it is the compiler's own
+        figure: a program of 21.6 GiB of temporaries and a peak of 14.5 compiles for 15.75 GiB, one with a peak of 21.0
+        does not. Elsewhere temporaries are one allocation, and that figure leaves them out: it is the sum.
     """
 
     argument: int
@@ -68,11 +69,13 @@ class Where:
 
     Attributes:
       topology: its name.
+      kind: of its chips: tpu, cuda or cpu.
       shape: sizes of the mesh by axis.
       cache: folder of results by program, topology and versions; None = none.
     """
 
     topology: str
+    kind: str
     shape: Mapping[str, int]
     cache: Path | None
 
@@ -98,7 +101,7 @@ def compile_program(
         return found
     say(f"{name}: compiling for {where.topology}")
     began = time.monotonic()
-    compiled = dataclasses.replace(_compile(lowered, where.shape), seconds=time.monotonic() - began)
+    compiled = dataclasses.replace(_compile(lowered, where), seconds=time.monotonic() - began)
     say(f"{name}: {'compiled' if compiled.memory else 'does not fit'}, {compiled.seconds:.0f} s")
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -108,7 +111,7 @@ def compile_program(
     return compiled
 
 
-def _compile(lowered: jax.stages.Lowered, shape: Mapping[str, int]) -> Compiled:
+def _compile(lowered: jax.stages.Lowered, where: Where) -> Compiled:
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
@@ -117,14 +120,20 @@ def _compile(lowered: jax.stages.Lowered, shape: Mapping[str, int]) -> Compiled:
             raise
         return Compiled(memory=None, required=required, available=available, collectives=(), seconds=0.0)
     stats: Any = compiled.memory_analysis()
-    memory = Memory(
-        argument=stats.argument_size_in_bytes,
-        output=stats.output_size_in_bytes,
-        temporary=stats.temp_size_in_bytes,
-        alias=stats.alias_size_in_bytes,
-        peak=stats.peak_memory_in_bytes,
+    argument, output, alias = (
+        stats.argument_size_in_bytes,
+        stats.output_size_in_bytes,
+        stats.alias_size_in_bytes,
     )
-    found = collectives(compiled.as_text() or "", shape)
+    laid_out = argument + stats.temp_size_in_bytes + output - alias
+    memory = Memory(
+        argument=argument,
+        output=output,
+        temporary=stats.temp_size_in_bytes,
+        alias=alias,
+        peak=stats.peak_memory_in_bytes if where.kind == "tpu" else laid_out,
+    )
+    found = collectives(compiled.as_text() or "", where.shape)
     return Compiled(memory=memory, required=0, available=0, collectives=found, seconds=0.0)
 
 

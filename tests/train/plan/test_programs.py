@@ -1,5 +1,7 @@
 """What a compiler says when a program does not fit, and what is kept of one that does."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -28,7 +30,7 @@ def test_what_was_wanted_and_had_is_read_from_the_refusal(message, bytes_):
 
 def test_a_program_is_compiled_once_for_a_topology_and_read_from_the_cache_then(tmp_path):
     said = []
-    where = Where(topology="cpu:1", shape={"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, cache=tmp_path)
+    where = Where(topology="cpu:1", kind="cpu", shape={"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, cache=tmp_path)
     traced = jax.jit(lambda x: x @ x).trace(jnp.ones((8, 8)))
     first = compile_program("square", traced, where, said.append)
     again = compile_program("square", traced, where, said.append)
@@ -40,7 +42,8 @@ def test_a_program_is_compiled_once_for_a_topology_and_read_from_the_cache_then(
     ]
     assert first.memory is not None
     assert first.memory.argument == 8 * 8 * 4
+    assert first.memory.peak == 2 * 8 * 8 * 4 + first.memory.temporary
 
-    other = Where(topology="cpu:2", shape=where.shape, cache=tmp_path)
+    other = dataclasses.replace(where, topology="cpu:2")
     compile_program("square", traced, other, said.append)
     assert said[-1].startswith("square: compiled")
