@@ -75,7 +75,8 @@ def paused(pid: int) -> "Iterator[None]":
     try:
         yield
     finally:
-        os.kill(pid, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):  # it has ended with its trainer
+            os.kill(pid, signal.SIGCONT)
 
 
 def ledger(folder: Path) -> Sequence[dict]:
