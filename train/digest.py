@@ -5,14 +5,13 @@ it is the part's contribution, and contributions add up. It finds what damages f
 blocks; it is no defence against intent.
 """
 
-import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-_AT_ONCE = 2**24  # words
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
@@ -51,23 +50,15 @@ def _own(array: jax.Array) -> np.ndarray:
 
 def _part(part: np.ndarray, index: tuple[slice, ...], shape: tuple[int, ...]) -> np.ndarray:
     """uint64[2]: what a rectangle adds to the sums of an array of this shape."""
-    if part.ndim > 1 and part.size > _AT_ONCE and len(part) > 1:  # the words are copied: not all of them at once
-        start = index[0].indices(shape[0])[0]
-        pieces = (
-            _part(part[n : n + 1], (slice(start + n, start + n + 1), *index[1:]), shape) for n in range(len(part))
-        )
-        return functools.reduce(np.add, pieces)
-    sums = np.ascontiguousarray(part).view(_WORDS[part.dtype.itemsize]).astype(np.uint64).reshape(part.shape)
-    weighted = sums  # by places counted from 1: the first word counts as well
-    stride = 1
-    for axis in reversed(range(len(shape))):
-        start = index[axis].indices(shape[axis])[0]
-        before = np.arange(start, start + part.shape[axis], dtype=np.uint64) * np.uint64(stride)
-        with np.errstate(over="ignore"):  # modulo 2^64, of scalars too
-            weighted = weighted.sum(-1, dtype=np.uint64) + (sums * before).sum(-1, dtype=np.uint64)
-        sums = sums.sum(-1, dtype=np.uint64)
-        stride *= shape[axis]
-    return np.array([sums, weighted], np.uint64)
+    if part.ndim > 1:
+        first, stride = index[0].indices(shape[0])[0], math.prod(shape[1:])
+        rows = np.stack([_part(row, index[1:], shape[1:]) for row in part])
+        before = np.arange(first, first + len(part), dtype=np.uint64) * np.uint64(stride)
+        return np.array([rows[:, 0].sum(), rows[:, 1].sum() + (before * rows[:, 0]).sum()], np.uint64)
+    words = np.ascontiguousarray(part).view(_WORDS[part.dtype.itemsize]).astype(np.uint64).reshape(-1)
+    first = index[0].indices(shape[0])[0] if shape else 0
+    places = np.arange(first + 1, first + 1 + len(words), dtype=np.uint64)  # from 1: the first word counts as well
+    return np.array([words.sum(), (words * places).sum()], np.uint64)
 
 
 def _added_up(sums: np.ndarray) -> np.ndarray:

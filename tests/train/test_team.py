@@ -30,18 +30,16 @@ class FakeStore:
         del self.values[key]
 
 
-def pair(**deadlines):
+def pair(**deadlines) -> tuple[Members, Members, FakeStore, list]:
     """Two processes over one store, and what ended them."""
     store, ended = FakeStore(), []
     config = TeamConfig(**({"grace": 0.0, "deadline": 0.0} | deadlines))
-    members = [
+    one, two = (
         Members(Share(process=process, processes=2), store, config, lambda code, said: ended.append((code, said)))
         for process in range(2)
-    ]
-    for number, member in enumerate(members):
-        member._names = ("host-a", "host-b")
-        assert member.share.process == number
-    return (*members, store, ended)
+    )
+    one._names = two._names = ("host-a", "host-b")
+    return one, two, store, ended
 
 
 def speak(store, process, number, what, value):
