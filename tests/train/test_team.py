@@ -87,6 +87,9 @@ def test_a_preemption_of_one_is_one_of_all():
     del store.values["sat-jax/rounds/0/1"]
     with pytest.raises(Preempted):
         two.together("groups", lambda: "mine")
+    speak(store, 1, 1, "next", False)
+    with pytest.raises(Preempted):
+        one.together("next", lambda: "mine")
 
 
 def test_what_all_waited_for_is_handed_over_once_all_have_their_own():
