@@ -4,7 +4,7 @@ RUN := runs/quickstart
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart lint test test-slow test-parity test-sharded test-sglang test-plan test-plan-full test-faults test-extras test-peers soak gpu-check bench clean
+.PHONY: help venv quickstart lint test test-slow test-parity test-sharded test-multihost test-sglang test-plan test-plan-full test-faults test-extras test-peers soak gpu-check bench clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -55,6 +55,9 @@ test-parity: .venv-parity/.installed  ## the policy against transformers, in an 
 
 test-sharded: .venv/.installed  ## whole optimizer steps on six meshes of eight fake devices
 	$(BIN)/python -m pytest -m sharded
+
+test-multihost: .venv/.installed  ## runs of two and four processes over gloo: the same numbers, kills, resumes
+	$(BIN)/python -m pytest -m multihost tests/multihost
 
 test-faults: .venv/.installed  ## the seeded part of the fault suite: kills, liars, broken connections
 	$(BIN)/python -m pytest -m faults

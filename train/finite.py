@@ -10,7 +10,8 @@ from train.recording import save_batch
 from train.step import StepReport
 
 if TYPE_CHECKING:
-    from train.run import Minibatch, Run
+    from train.minibatches import Minibatch
+    from train.run import Run
 
 
 def require_finite(

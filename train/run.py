@@ -20,8 +20,6 @@ from jax.sharding import Mesh
 from rollout_bridge import Fleet
 from sat_jax.mesh import make_mesh
 from sat_jax.model import PolicyConfig
-from train.alarms import too_few_sequences
-from train.assemble import AssembleConfig, AssembleStats, assemble, place
 from train.books import joint_entry, joint_snapshot, joint_stats, own_part
 from train.checkpoint import Checkpoints, Cut, Identity
 from train.compiles import CompileCounter
@@ -29,10 +27,10 @@ from train.config import RunConfig
 from train.engines import attach_fleet, deal_endpoints, run_name
 from train.finite import require_finite
 from train.flow import BatchWise, Flow, open_flow
-from train.freshness import mask_stale
 from train.groups import Group
 from train.ledger_log import LedgerLog
-from train.place import check_rows, place_part
+from train.minibatches import Minibatch, Preparation
+from train.place import check_rows
 from train.preemption import Preempted, Preemption
 from train.profile import ProfileConfig
 from train.publish import Publisher
@@ -56,24 +54,6 @@ T = TypeVar("T")
 __all__ = ["Minibatch", "Options", "Run", "open_run", "require_finite"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Minibatch:
-    """What one optimizer step trains on.
-
-    Attributes:
-      batch: on the mesh.
-      stats: what is in it.
-      prox_logps: log-probs of every microbatch before the first step of the batch that this is a part of, nats; None
-        where the objective does without.
-      masked: tokens that were too old and are not trained on.
-    """
-
-    batch: Batch
-    stats: AssembleStats
-    prox_logps: tuple[jax.Array, ...] | None
-    masked: int = 0
-
-
 @dataclasses.dataclass
 class Run:
     """A run in progress.
@@ -86,7 +66,7 @@ class Run:
       state: of the trainer.
       step: the compiled functions.
       reference: of the k3 term, or None.
-      assembly: what a batch must look like.
+      preparation: how groups become minibatches.
       fleet, flow, publisher, checkpoints, report, ledger, watchdog, preemption, team: see their modules; of several
         processes the first alone has a ledger to write.
       compiles: programs compiled so far.
@@ -106,7 +86,7 @@ class Run:
     step: Step
     reference: Reference | None
     identity: Identity
-    assembly: AssembleConfig
+    preparation: Preparation
     fleet: Fleet
     flow: Flow
     publisher: Publisher
@@ -121,7 +101,6 @@ class Run:
     record: bool
     minibatches: deque[Minibatch] = dataclasses.field(default_factory=deque)
     _seen: dict[str, float] = dataclasses.field(default_factory=dict)
-    _few_said: bool = False
     _owes_push: bool = False
     _rewards: list[float] = dataclasses.field(default_factory=list)
     _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
@@ -180,20 +159,7 @@ class Run:
 
     def prepare(self, groups: Sequence[Group], version: int) -> Iterator[Minibatch]:
         """Cuts the groups of a batch into its minibatches; `version` is the trainer's at the first of them."""
-        size = self.step_groups
-        for index in range(self.schedule.minibatches):
-            own = groups[index * size : (index + 1) * size]
-            assembled = assemble(own, version + index, self.assembly, self.team.exchange)
-            masked = 0
-            if self.config.schedule.mode == "bounded" and self.config.schedule.too_old == "mask":
-                assembled, masked = mask_stale(assembled, self.config.schedule.max_lag)
-            self._say_if_few(assembled.stats)
-            put = place if self.team.share.processes == 1 else place_part
-            batch = put(assembled.microbatches, self.mesh)
-            prox_logps = None
-            if self.config.objective.config.needs_proximal:
-                prox_logps = tuple(output.logp_BT for output in self.step.score(self.state.params, batch))
-            yield Minibatch(batch=batch, stats=assembled.stats, prox_logps=prox_logps, masked=masked)
+        return self.preparation.minibatches(groups, version, self.state.params)
 
     def reference_logps(self, batch: Batch) -> tuple[jax.Array, ...] | None:
         """Log-probs under the frozen reference, or None without one."""
@@ -225,7 +191,7 @@ class Run:
     def save(self) -> None:
         """Saves a cut of this moment, unless there is one."""
         version = self.state.version
-        if self.checkpoints.latest() == version:
+        if shared(self.team, "the newest cut", self.checkpoints.latest()) == version:
             return
         with self.phase("checkpoint"), self._lock:
             snapshot = joint_snapshot(self.team, self.flow.buffer.snapshot(), self.step_groups)
@@ -318,15 +284,6 @@ class Run:
         """Whether the folder says already how this run ended."""
         return self.state.version == self.config.steps and read_json(self.folder / SUMMARY) is not None
 
-    def _say_if_few(self, stats: AssembleStats) -> None:
-        objective = self.config.objective.config
-        if self._few_said or objective.radii != "sat" or objective.mismatch == "token" or not objective.clips:
-            return
-        said = too_few_sequences(stats.sequences_each, objective.quantile, objective.quantile_scope)
-        if said is not None:
-            self._few_said = True
-            self.report.event("warning", said)
-
     def _evaluates(self, version: int) -> bool:
         if not self.problem.evaluation:
             return False
@@ -399,6 +356,9 @@ def open_run(config: RunConfig, folder: Path, options: Options) -> Iterator[Run]
         # Before the flow is closed, so that a stream that waits for an engine ends.
         stack.callback(engines.fleet.close)
         step = Step(start.graph, start.optimizer, config.objective.config, config.sampling.temperature, start.cut.state)
+        preparation = Preparation(
+            config=config, assembly=assembly(config, problem, share), step=step, mesh=mesh, team=team, tell=report.event
+        )
         yield Run(
             config=config,
             folder=folder,
@@ -411,7 +371,7 @@ def open_run(config: RunConfig, folder: Path, options: Options) -> Iterator[Run]
             step=step,
             reference=start.reference,
             identity=start.cut.identity,
-            assembly=assembly(config, problem, share),
+            preparation=preparation,
             fleet=engines.fleet,
             flow=flow,
             publisher=make_publisher(config, problem, start.graph, engines.fleet, flow.buffer.fail),

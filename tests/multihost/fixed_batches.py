@@ -19,7 +19,7 @@ def main() -> None:
     with join(launch, Preemption()) as team:
         arrays = compute(sorted(Path(batches).glob("*.npz")), sizes)
         if team.share.process == 0:
-            np.savez(out, **arrays)
+            np.savez(out, allow_pickle=False, **arrays)  # pyright: ignore[reportArgumentType]
 
 
 def compute(paths: list[Path], sizes: dict[str, int]) -> dict[str, np.ndarray]:

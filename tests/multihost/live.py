@@ -14,8 +14,6 @@ from tests.system.test_whole_run import SMALL
 from train.config import load, to_toml
 
 ROOT = Path(__file__).parents[2]
-# Compiles in half the time; the same in every run that is compared.
-FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 
 def write_config(folder: Path, *overrides: str, file: str = "small.toml") -> Path:
@@ -30,7 +28,7 @@ def start(config: Path, processes: int, devices: int, *arguments: str) -> Proces
     """Starts a run beside its config, in `small/`."""
     runs = config.parent
     command = ["train.cli", "train", str(config), "--runs", str(runs), "--quiet", *arguments]
-    return Processes(runs, command, flags(processes), devices, FAST)
+    return Processes(runs, command, flags(processes), devices)
 
 
 def run(config: Path, processes: int, devices: int, *arguments: str) -> Path:
@@ -75,7 +73,8 @@ def paused(pid: int) -> "Iterator[None]":
     try:
         yield
     finally:
-        os.kill(pid, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):  # it has ended with its trainer
+            os.kill(pid, signal.SIGCONT)
 
 
 def ledger(folder: Path) -> Sequence[dict]:

@@ -12,23 +12,21 @@ from train.recording import batch_path, load_batch, save_batch
 
 pytestmark = pytest.mark.multihost
 
-BATCHES = 3
+BATCHES = 2
 
 
 @pytest.fixture(scope="module")
 def batches(tmp_path_factory):
-    """Three recorded batches, of one and of two microbatches, near the policy's own log-probs: there is a tail."""
+    """Recorded batches of two microbatches each, near the policy's own log-probs: there is a tail."""
     folder = tmp_path_factory.mktemp("recorded")
     step, state, mesh = build()
     for version in range(BATCHES):
-        made = [
-            dataclasses.replace(group, ticket=group.ticket + 10 * version) for group in groups(4 + 4 * (version == 1))
-        ]
+        made = [dataclasses.replace(group, ticket=group.ticket + 10 * version) for group in groups(8)]
         micros = assemble(made, 0, ASSEMBLY).microbatches
         path = batch_path(folder, version)
         save_batch(path, near(step, state, micros, mesh))
-        assert load_batch(path)[0].trace.present_BT.any()
-    assert len(load_batch(batch_path(folder, 1))) > 1
+        assert all(micro.trace.present_BT.any() for micro in load_batch(path))
+        assert len(load_batch(path)) == 2
     return folder / "batches"
 
 
@@ -53,7 +51,6 @@ def of_one_device(batches, tmp_path_factory):
         (1, 4, "fsdp=2,expert=2"),
         (2, 2, "data=4"),
         (2, 2, "fsdp=2,expert=2"),
-        (2, 2, "expert=2,tensor=2"),
         (4, 1, "fsdp=2,expert=2"),
     ],
 )

@@ -30,18 +30,16 @@ class FakeStore:
         del self.values[key]
 
 
-def pair(**deadlines):
+def pair(**deadlines) -> tuple[Members, Members, FakeStore, list]:
     """Two processes over one store, and what ended them."""
     store, ended = FakeStore(), []
     config = TeamConfig(**({"grace": 0.0, "deadline": 0.0} | deadlines))
-    members = [
+    one, two = (
         Members(Share(process=process, processes=2), store, config, lambda code, said: ended.append((code, said)))
         for process in range(2)
-    ]
-    for number, member in enumerate(members):
-        member._names = ("host-a", "host-b")
-        assert member.share.process == number
-    return (*members, store, ended)
+    )
+    one._names = two._names = ("host-a", "host-b")
+    return one, two, store, ended
 
 
 def speak(store, process, number, what, value):
@@ -89,6 +87,9 @@ def test_a_preemption_of_one_is_one_of_all():
     del store.values["sat-jax/rounds/0/1"]
     with pytest.raises(Preempted):
         two.together("groups", lambda: "mine")
+    speak(store, 1, 1, "next", False)
+    with pytest.raises(Preempted):
+        one.together("next", lambda: "mine")
 
 
 def test_what_all_waited_for_is_handed_over_once_all_have_their_own():
