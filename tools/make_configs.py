@@ -1,15 +1,15 @@
 """Writes the configs of Qwen3-30B-A3B: methods times replay times lag on v5p, and one each for other machines.
 
-    python tools/make_configs.py [FOLDER]
+    python tools/make_configs.py [--folder FOLDER]
 
 All come out of the one text below, as complete files, so that they cannot drift apart;
 `tests/tools/test_make_configs.py` says when one did. The settings are those of SAT (arXiv 2607.18722, appendix F,
 table 9) where it has them.
 """
 
+import argparse
 import dataclasses
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -186,6 +186,8 @@ overlong_factor = 1.0          # not read
 every = 40                     # steps; rounded up to the edge of a window
 keep = 2                       # newest checkpoints that stay
 keep_best = 1                  # beside them, by the training reward
+path = ""                      # all hosts must see it: a shared folder, or "gs://bucket/..."; empty = in the run folder
+atomic_rename = true           # false where folders cannot be renamed in one step, on a mounted bucket, say
 
 [eval]
 every = 40                     # steps
@@ -281,4 +283,6 @@ def main(folder: Path = CONFIGS) -> None:
 
 
 if __name__ == "__main__":
-    main(*(Path(argument) for argument in sys.argv[1:]))
+    parser = argparse.ArgumentParser(description="Writes the configs of Qwen3-30B-A3B.")
+    parser.add_argument("--folder", type=Path, default=CONFIGS, help="where to (default: configs)")
+    main(parser.parse_args().folder)

@@ -4,6 +4,7 @@ import pytest
 
 from tests.reference.rollouts import make_group
 from train.flow import BatchWise, Bounded
+from train.share import Share
 from train.staleness import BoundedSchedule, Schedule
 from train.stream_buffer import StreamBuffer, StreamSettings
 
@@ -34,6 +35,7 @@ def test_batch_wise_the_schedule_says_what_is_asked_for_and_when():
         Schedule(lag=2, steps=8, groups_per_step=3),
         types.SimpleNamespace(wait=waited.append),  # pyright: ignore[reportArgumentType]
         types.SimpleNamespace(request=lambda tickets, version: asked.append((tickets, version))),  # pyright: ignore
+        Share(),
     )
     flow.served(2)
     flow.settle(2)
