@@ -25,6 +25,7 @@ from rollout_bridge.messages import (
     Completion,
     EngineStatus,
     InFlight,
+    Manifest,
     ModelInfo,
     Probe,
     ProbeReport,
@@ -272,7 +273,7 @@ class Endpoint:
                 report, engine_id = self.client.commit(*arguments, seconds=seconds)
             except NotStaged:
                 self.client.stage(published.weights, seconds=seconds)
-                report, engine_id = self.client.commit(*arguments, seconds=seconds)
+                report, engine_id = self._commit_staged(arguments, seconds)
             with self._ties.changed:
                 self._know(engine_id)
                 self._verified.add(published.version)
@@ -280,6 +281,13 @@ class Endpoint:
             return report
         finally:
             self._settled.set()
+
+    def _commit_staged(self, arguments: tuple[Manifest, Probe, InFlight], seconds: float) -> tuple[ProbeReport, str]:
+        """Commits what was staged a moment ago. An engine may restart just then, and again: that ends by itself."""
+        try:
+            return self.client.commit(*arguments, seconds=seconds)
+        except NotStaged as error:
+            raise Retryable(f"{self.address}: it lost what had just been staged: {error}") from error
 
     def _until(self, what: str, seconds: float, attempt: Callable[[float], T]) -> T:
         """Repeats while the failure is Retryable and time is left; in between, a lost engine may be restored."""

@@ -15,6 +15,7 @@ from rollout_bridge.checks import check_completion
 from rollout_bridge.endpoint import State
 from rollout_bridge.engines.fake import FakeEngine, Fault
 from rollout_bridge.engines.fake_model import fake_model, fake_probe, fake_weights
+from rollout_bridge.errors import NotStaged
 from rollout_bridge.messages import Staged
 
 QUICK = ClientOptions(attempts=2, control_seconds=5.0)
@@ -598,6 +599,35 @@ def test_an_engine_that_restarts_between_stage_and_commit_is_staged_again(model,
         spawn.kill()
         assert fleet.commit(2, fake_probe(weights, model), InFlight.FINISH).mean_abs == 0.0
         assert {int(v) for c in fleet.sample(requests) for v in c.version} == {2}
+
+
+class Forgetful(FakeEngine):
+    """Becomes another instance before each of its first commits, with what is staged lost, and the desk not told."""
+
+    def __init__(self, model, times):
+        super().__init__(model)
+        self.times = times
+
+    def commit(self, version, probe, in_flight):
+        if self.times:
+            self.times -= 1
+            raise NotStaged("another instance by now")
+        return super().commit(version, probe, in_flight)
+
+
+@pytest.mark.parametrize("restored", [False, True])
+def test_an_engine_that_restarts_again_and_again_is_staged_as_often(model, start, gather, restored):
+    """Also where the fleet restores it by itself: a second time in a row is no reason to give it up."""
+    engine = Forgetful(model, 0 if restored else 4)
+    fleet = gather(start(engine), client=QUICK, heartbeat_seconds=0.05)
+    publish(fleet, model, 1)
+    if restored:
+        engine.times = 4
+        with engine._changed:
+            engine._live = None  # it serves nothing any more
+        eventually(lambda: engine.status().version == 1, 30.0)
+    assert engine.times == 0
+    assert fleet.status().popitem()[1].state is not State.FAILED
 
 
 def test_an_engine_that_stays_away_is_named_when_time_is_up(model, start, gather):
