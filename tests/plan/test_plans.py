@@ -103,11 +103,11 @@ def test_what_cannot_fit_says_so_and_its_advice_applied_fits(cache):
     assert planned("quickstart", "v5e:2x2", [*LARGE, *applied], cache).fits
 
 
-# Activations and gathered experts are what fills it, so that what a process needs beside arrays weighs little.
+# What lives between programs is most of it: what XLA's products pack beside their arrays is in no figure of a program.
 MEDIUM = [
-    *("mesh.fsdp=4", "mesh.expert=2", SIXTEEN, "policy.width=512", "policy.layers=4", "policy.experts=8"),
-    *("policy.expert_hidden=512", "policy.remat=full", "batch.rows=8", "batch.row_length=512"),
-    *("sampling.max_new_tokens=500", "batch.groups_per_step=4", "batch.group_size=4", "objective.preset=grpo"),
+    *("mesh.fsdp=4", "mesh.expert=2", SIXTEEN, "policy.width=512", "policy.layers=12", "policy.experts=8"),
+    *("policy.expert_hidden=512", "policy.remat=full", "batch.rows=8", "batch.row_length=128"),
+    *("sampling.max_new_tokens=120", "batch.groups_per_step=4", "batch.group_size=4", "objective.preset=grpo"),
     "objective.kl_coef=0.0",
 ]
 # Eight devices wait for each other on few cores: longer than XLA's 40 seconds on a loaded machine.
@@ -172,10 +172,13 @@ def test_the_30b_step_executes_at_most_145_percent_of_what_is_useful(large):
 @pytest.mark.timeout(2700)
 def test_no_collective_of_the_30b_step_moves_the_batchs_logits_or_all_experts(large):
     moved = [one for program in large.programs for one in program.compiled.collectives]
-    assert moved
-    # One row's logits over a thousandth of the vocabulary are 20 MB; the largest there is are a layer's tokens.
     logits = 64 * 32768 * 151936 * 2
-    all_experts = 3 * 128 * 2048 * 768 * 2
-    assert max(one.bytes for one in moved) < logits / 1000
-    gathered = [one for one in moved if one.kind == "all-gather" and "fsdp" in one.axes and "experts" in one.place]
-    assert max((one.bytes for one in gathered), default=0) < all_experts / 8
+    assert max(one.bytes for one in moved) < logits / 100
+    # Over `fsdp` an eighth of the experts' matrices of one kind is put together, never more; over `expert` the tokens
+    # of eight rows, their ids and weights, and no weight of an expert.
+    over = {
+        axis: {one.bytes for one in moved if one.kind == "all-gather" and one.axes == (axis,)}
+        for axis in ("fsdp", "expert")
+    }
+    assert max(over["fsdp"]) == 128 // 8 * 2048 * 768 * 2
+    assert over["expert"] <= {8 * 32768 * 2048 * 2, 8 * 32768 * 8 * 4}
