@@ -22,7 +22,7 @@ class BatchWise:
     schedule: Schedule
     buffer: Buffer
     collector: Collector
-    share: Share
+    share: Share = dataclasses.field(default_factory=Share)
 
     def served(self, version: int) -> None:
         """The fleet serves `version` now: asks for what it is to sample."""

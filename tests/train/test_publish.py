@@ -7,9 +7,10 @@ import pytest
 
 from rollout_bridge import CommitReport, Fatal, InFlight, ProbeReport
 from rollout_bridge.messages import Staged, StageReport
-from sat_jax.mesh import one_device_mesh
+from sat_jax.mesh import MeshConfig, make_mesh, one_device_mesh
 from sat_jax.model import PolicyConfig
 from sat_jax.model.hf import tensor_shapes
+from train.export import Export
 from train.publish import PROBE_TOKENS, ProbeScorer, Publisher
 from train.state import OptimConfig, TrainState, init_policy, init_state
 
@@ -110,6 +111,35 @@ def _export(params):
     from sat_jax.model.hf import export_tensors
 
     return [array for _, array in export_tensors(params, POLICY, np.float32)]
+
+
+def test_of_several_processes_the_exchange_is_the_loops_own_and_done_when_start_returns(made, monkeypatch):
+    threads, fleet = [], FakeFleet()
+    fleet.hold.clear()
+    whole = Export.tensors
+
+    def watched(self, params):
+        for tensor in whole(self, params):
+            threads.append(threading.current_thread())
+            yield tensor
+
+    monkeypatch.setattr(Export, "tensors", watched)
+    monkeypatch.setattr("train.publish.is_local", lambda params: False)
+    publisher, state = make(made, fleet)
+    publisher.start(TrainState(1, state.params, state.opt_state), lambda version: None)
+    assert threads == [threading.current_thread()] * len(tensor_shapes(POLICY))
+    fleet.hold.set()
+    publisher.finish()
+    assert fleet.weights[0].tensors.keys() == tensor_shapes(POLICY).keys()
+
+
+def test_a_probe_is_scored_on_a_mesh_of_several_batch_shards(made):
+    mesh = make_mesh(MeshConfig(data=2, expert=2), jax.devices()[:4])
+    graph, params = init_policy(POLICY, 0, mesh)
+    found = ProbeScorer(graph, POLICY, SEQUENCES, tolerance=0.1)(params)
+    expected = ProbeScorer(made[0], POLICY, SEQUENCES, tolerance=0.1)(made[1].params)
+    np.testing.assert_allclose(found.logp, expected.logp, atol=1e-5)
+    assert found.expert_coverage == expected.expert_coverage
 
 
 def test_one_push_follows_another(made):

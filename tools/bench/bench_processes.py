@@ -1,6 +1,6 @@
 """Times an optimizer step of two processes with a device each against one process with two: what gloo costs.
 
-    python -m tools.bench.bench_processes [--rounds 3] [--steps 20] [--config configs/quickstart.toml]
+    python -m tools.bench.bench_processes [--rounds 3] [--steps 20] [--config configs/quickstart.toml] [--rows N]
 
 Runs of both kinds take turns; each times steps of the config's policy on a made-up batch after a warm-up. On a CPU.
 Prints one JSON line: median seconds a step of either, and their ratio.
@@ -31,10 +31,11 @@ def main() -> None:
     parser.add_argument("--config", default=str(ROOT / "configs" / "quickstart.toml"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--rows", type=int, default=0, help="of the batch, in place of the config's")
     parser.add_argument("--worker", nargs="*", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker is not None:
-        _worker(arguments.config, arguments.steps, arguments.worker)
+        _worker(arguments, arguments.worker)
         return
     seconds: dict[int, list[float]] = {1: [], 2: []}
     for _ in range(arguments.rounds):
@@ -43,6 +44,7 @@ def main() -> None:
     one, two = (statistics.median(seconds[processes]) for processes in (1, 2))
     said = {
         "config": Path(arguments.config).stem,
+        "rows": arguments.rows or None,
         "seconds_one_process": one,
         "seconds_two_processes": two,
         "ratio": two / one,
@@ -64,7 +66,7 @@ def _timed(arguments: argparse.Namespace, processes: int) -> float:
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={2 // processes}",
     }
     command = [sys.executable, "-m", "tools.bench.bench_processes", "--config", arguments.config]
-    command += ["--steps", str(arguments.steps), "--worker"]
+    command += ["--steps", str(arguments.steps), "--rows", str(arguments.rows), "--worker"]
     started = [
         subprocess.Popen(
             [*command, *([address, str(processes), str(process)] if processes > 1 else [])],
@@ -81,15 +83,15 @@ def _timed(arguments: argparse.Namespace, processes: int) -> float:
     return float(line.split()[1])
 
 
-def _worker(config: str, steps: int, rest: list[str]) -> None:
+def _worker(arguments: argparse.Namespace, rest: list[str]) -> None:
     launch = Launch(coordinator=rest[0], processes=int(rest[1]), process=int(rest[2])) if rest else None
     with join(launch, Preemption()) as team:
-        seconds = _steps(config, steps)
+        seconds = _steps(arguments.config, arguments.steps, arguments.rows)
         if team.share.process == 0:
             print(f"\nseconds {seconds}", flush=True)  # gloo writes to standard output, too
 
 
-def _steps(path: str, steps: int) -> float:
+def _steps(path: str, steps: int, rows: int) -> float:
     from sat_jax.mesh import MeshConfig, make_mesh
     from sat_jax.routing import free_trace
     from sat_jax.types import TokenBatch
@@ -107,7 +109,7 @@ def _steps(path: str, steps: int) -> float:
     state = init_state(params, optimizer, mesh)
     objective = dataclasses.replace(config.objective.config, kl_coef=0.0)
     step = Step(graph, optimizer, objective, config.sampling.temperature, state)
-    rows, length = config.batch.rows, config.batch.row_length
+    rows, length = rows or config.batch.rows, config.batch.row_length
     draw = np.random.default_rng(0)
     token_BT = draw.integers(0, policy.vocab_size, (rows, length)).astype(np.int32)
     arrays = {
