@@ -14,7 +14,10 @@ from tests.sglang.conftest import ADMIN_KEY, eventually, sampling
 from tests.sglang.test_serving import assert_reproduced, checksum_of
 from tests.sglang_cpu.server import python_of_sglang
 
-GROUP = GroupConfig.with_python(python_of_sglang(), bucket_bytes=32 << 10)  # some ten buckets of so small a model
+
+def by_group():
+    """Some ten buckets of so small a model."""
+    return GroupConfig.with_python(python_of_sglang(), bucket_bytes=32 << 10)
 
 
 @pytest.fixture
@@ -36,7 +39,7 @@ def attach(server, stage_folder):
 @pytest.fixture
 def bridge(attach):
     """In place of the one by disk."""
-    with attach(GROUP) as engine, serve(engine, "127.0.0.1:0") as served:
+    with attach(by_group()) as engine, serve(engine, "127.0.0.1:0") as served:
         yield engine, served.address
 
 
@@ -74,7 +77,7 @@ def test_the_served_checksum_is_that_of_the_disk_transport(attach, push, server)
     with attach(None) as engine:
         one = push(engine, 1).checksum
         assert checksum_of(server) == one
-    with attach(GROUP) as engine:
+    with attach(by_group()) as engine:
         other, again = push(engine, 2), push(engine, 1)
     assert again.checksum == one == checksum_of(server)
     assert other.checksum != one
@@ -96,7 +99,7 @@ def test_running_requests_go_on_under_weights_that_were_broadcast(publish, fleet
 def test_a_sender_killed_in_an_update_leaves_the_engine_out_of_service_until_a_whole_push(
     attach, push, server, monkeypatch
 ):
-    with attach(GROUP) as engine:
+    with attach(by_group()) as engine:
         one = push(engine, 1).checksum
         with monkeypatch.context() as patched:
             sent = before_bucket(patched, 4, lambda sender: os.kill(sender.pid, signal.SIGKILL))

@@ -71,6 +71,9 @@ class FakeRun:
     def begin(self):
         pass
 
+    def leave_if_asked(self):
+        pass
+
     def finish(self):
         pass
 
