@@ -30,7 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str] | None) -> int:
     # gRPC takes a third of a second to import: within `main`, an interruption meanwhile is said in one line, too.
     from rollout_bridge.errors import BridgeError
+    from train.host_threads import host_threads
 
+    os.environ |= host_threads(os.environ)
     arguments = _parser().parse_args(argv)
     # A user's module:function lies in the present folder, where a console script does not look by itself.
     if "" not in sys.path and os.getcwd() not in sys.path:

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from train.host_threads import host_threads
+
 ROOT = Path(__file__).parents[2]
 # Compiles in half the time; the same in every run that is compared.
 FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -38,6 +40,7 @@ class Processes:
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {FAST}",
             "PYTHONPATH": str(ROOT),
         }
+        environment |= host_threads(environment)
         self.processes = []
         for path, launch in zip(self.outputs, launches, strict=True):
             with path.open("a") as output:
