@@ -1,4 +1,4 @@
-"""Threads for made-up devices: what a CPU needs so that many devices on few cores cannot wait for each other for ever."""
+"""Threads for made-up devices: what a CPU needs lest many devices on few cores wait for each other for ever."""
 
 import re
 from collections.abc import Mapping
