@@ -1,5 +1,6 @@
 """`eval` and `doctor` against a fleet that is there already: a local engine behind a bridge, as on another host."""
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -7,7 +8,8 @@ import jax
 import pytest
 from flax import nnx
 
-from rollout_bridge import serve
+from rollout_bridge import ClientOptions, Fleet, FleetOptions, Lease, serve
+from rollout_bridge.client import Client
 from sat_jax.mesh import MeshConfig, make_mesh
 from sat_jax.model import Policy
 from train.cli import main
@@ -117,9 +119,21 @@ def test_doctor_finds_a_fleet_that_a_run_could_not_use(fleet, capsys, tmp_path, 
 
 def test_doctor_finds_a_fleet_that_another_run_holds(fleet, capsys, tmp_path):
     config = fleet(None)
-    assert main(["doctor", str(config), "--runs", str(tmp_path / "others"), "--json"]) == 0
-    said(capsys)
-    with pytest.raises(SystemExit):
-        main(["doctor", str(config), "--runs", str(tmp_path / "runs"), "--json"])
-    (failed,) = [finding for finding in said(capsys)["findings"] if finding["status"] == "fail"]
-    assert "expected a free engine, got one that doctor of " in failed["found"]
+    options = ClientOptions(lease=Lease(holder="training of elsewhere:/runs/other", start="now"))
+    (address,) = load(config).rollout.endpoints
+    with (
+        Fleet([address], options=FleetOptions(client=options)),
+        contextlib.closing(Client(address, options=options)) as c,
+    ):
+        c.discard()  # takes the lease; the fleet keeps it
+        with pytest.raises(SystemExit):
+            main(["doctor", str(config), "--runs", str(tmp_path / "runs"), "--json"])
+        (failed,) = [finding for finding in said(capsys)["findings"] if finding["status"] == "fail"]
+    assert "expected a free engine, got one that training of elsewhere:/runs/other" in failed["found"]
+
+
+def test_doctor_leaves_a_fleet_free(fleet, capsys, tmp_path):
+    config = fleet(None)
+    for runs in ("others", "runs"):
+        assert main(["doctor", str(config), "--runs", str(tmp_path / runs), "--json"]) == 0
+        said(capsys)
