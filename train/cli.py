@@ -247,7 +247,7 @@ def _train(arguments: argparse.Namespace) -> None:
     from train.loop import train
     from train.multihost import join
     from train.preemption import Preempted, Preemption
-    from train.profile import ProfileConfig
+    from train.profiling import ProfileConfig
     from train.run import Options
 
     profile = None if arguments.profile is None else ProfileConfig.parse(arguments.profile)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from train.config import RunConfig
 from train.preemption import Preempted
-from train.profile import profiling
+from train.profiling import profiling
 from train.recording import batch_path, save_batch
 from train.run import Options, Run, open_run, require_finite
 

@@ -32,7 +32,7 @@ from train.ledger_log import LedgerLog
 from train.minibatches import Minibatch, Preparation
 from train.place import check_rows
 from train.preemption import Preempted, Preemption
-from train.profile import ProfileConfig
+from train.profiling import ProfileConfig
 from train.publish import Publisher
 from train.reference import Reference
 from train.report import Report

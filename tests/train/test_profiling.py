@@ -14,7 +14,7 @@ from sat_jax.objective import ObjectiveConfig
 from train import loop
 from train.abstract import abstract_batch, abstract_state
 from train.cli import main
-from train.profile import ProfileConfig, profiling
+from train.profiling import ProfileConfig, profiling
 from train.run import Options
 from train.state import OptimConfig
 from train.step import Step
