@@ -1,6 +1,7 @@
 """Who may import whom: `sat_jax` <- `train` -> `rollout_bridge`; nothing imports tools or tests."""
 
 import ast
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,3 +65,8 @@ def test_only_the_codec_and_the_service_see_the_stubs():
         if "rollout_pb2" in path.read_text() and path.name not in allowed and path.parent.name != "proto"
     ]
     assert not wrong, wrong
+
+
+def test_no_module_of_train_hides_one_of_pythons_own():
+    """The parity benchmark's oracle is run by its path, so that its folder comes before the standard library."""
+    assert not {path.stem for path in (ROOT / "train").glob("*.py")} & sys.stdlib_module_names
