@@ -14,12 +14,12 @@ _DECLARED = []
 class _BeforeTorchvision(importlib.abc.MetaPathFinder):
     def find_spec(self, fullname, path=None, target=None):
         if fullname == "torchvision" and not _DECLARED:
-            from torch.library import Library
+            from torch import library
 
-            library = Library("torchvision", "DEF")
+            declared = library.Library("torchvision", "DEF")
             for operator in ("nms", "qnms"):
-                library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-            _DECLARED.append(library)  # it is undone when collected
+                declared.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            _DECLARED.append(declared)  # it is undone when collected
 
 
 sys.meta_path.insert(0, _BeforeTorchvision())
