@@ -91,7 +91,38 @@ class BufferSnapshot:
     entry: LedgerEntry = dataclasses.field(default_factory=LedgerEntry)
 
 
-class Buffer:
+class Kept:
+    """What both buffers hold, and what they tell of it; any thread may ask."""
+
+    _waiting: Waiting
+    _ledger: Ledger
+    _groups: dict[int, Group]
+
+    def stats(self) -> BufferStats:
+        """The present counts.
+
+        Raises:
+          ValueError: a prompt is nowhere, or in two places.
+        """
+        with self._waiting.changed:
+            return BufferStats.of(self._ledger, self._groups.values(), self._waiting.waited)
+
+    def entry(self) -> LedgerEntry:
+        """What moved since the last call, and since the last snapshot."""
+        with self._waiting.changed:
+            return self._ledger.entry()
+
+    def snapshot(self) -> BufferSnapshot:
+        """What has to be kept so that no prompt is lost and none is trained on twice."""
+        with self._waiting.changed:
+            return BufferSnapshot(
+                groups=tuple(self._groups[ticket] for ticket in sorted(self._groups)),
+                ledger=self._ledger.state(),
+                entry=self._ledger.entry(),
+            )
+
+
+class Buffer(Kept):
     """Groups by ticket. Every method may be called from any thread."""
 
     def __init__(
@@ -114,7 +145,7 @@ class Buffer:
         self._max_lag = max_lag
         self._describe = describe
         self._waiting = Waiting(deadline)
-        self._groups: dict[int, Group] = {}
+        self._groups = {}
         self._skipped: set[int] = set()  # dropped tickets that `take` has not passed yet
         self._ledger = Ledger(share=self._share)
         self._next_taken = self._share.process
@@ -215,29 +246,6 @@ class Buffer:
         wanted = list(tickets)
         with self._waiting.changed:
             self._wait_for(lambda: wanted, None)
-
-    def stats(self) -> BufferStats:
-        """The present counts.
-
-        Raises:
-          ValueError: a prompt is nowhere, or in two places.
-        """
-        with self._waiting.changed:
-            return BufferStats.of(self._ledger, self._groups.values(), self._waiting.waited)
-
-    def entry(self) -> LedgerEntry:
-        """What moved since the last call, and since the last snapshot."""
-        with self._waiting.changed:
-            return self._ledger.entry()
-
-    def snapshot(self) -> BufferSnapshot:
-        """What has to be kept so that no prompt is lost and none is trained on twice."""
-        with self._waiting.changed:
-            return BufferSnapshot(
-                groups=tuple(self._groups[ticket] for ticket in sorted(self._groups)),
-                ledger=self._ledger.state(),
-                entry=self._ledger.entry(),
-            )
 
     def restore(self, snapshot: BufferSnapshot) -> None:
         """Makes a new buffer what the snapshot was of; its `out` prompts are out again, for the caller to request.

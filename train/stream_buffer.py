@@ -13,9 +13,9 @@ from typing import Literal
 
 import numpy as np
 
-from train.buffer import BufferSnapshot, BufferStats, restored
+from train.buffer import BufferSnapshot, Kept, restored
 from train.groups import Group
-from train.ledger import LATE, TOO_OLD, ZERO_STD, Ledger, LedgerEntry
+from train.ledger import LATE, TOO_OLD, ZERO_STD, Ledger
 from train.share import Share
 from train.staleness import BoundedSchedule
 from train.waiting import Waiting
@@ -39,7 +39,7 @@ class Ticket:
     attempt: int
 
 
-class StreamBuffer:
+class StreamBuffer(Kept):
     """Groups as they come. Every method may be called from any thread."""
 
     def __init__(
@@ -67,7 +67,7 @@ class StreamBuffer:
         # Idle samplers wait apart: every completion would wake all of them otherwise.
         self._admissible = threading.Condition(self._waiting.lock)
         self._ledger = Ledger(share=share)
-        self._groups: dict[int, Group] = {}
+        self._groups = {}
         self._again: deque[Ticket] = deque()  # out, but with no sampler yet
         self._served: int | None = None
         self._use = 0  # version of the trainer when it takes the next batch
@@ -195,29 +195,6 @@ class StreamBuffer:
             self._use += self._schedule.minibatches
             self._without_signal = 0
             self._waiting.note()
-
-    def stats(self) -> BufferStats:
-        """The present counts.
-
-        Raises:
-          ValueError: a prompt is nowhere, or in two places.
-        """
-        with self._waiting.changed:
-            return BufferStats.of(self._ledger, self._groups.values(), self._waiting.waited)
-
-    def entry(self) -> LedgerEntry:
-        """What moved since the last call, and since the last snapshot."""
-        with self._waiting.changed:
-            return self._ledger.entry()
-
-    def snapshot(self) -> BufferSnapshot:
-        """What has to be kept so that no prompt is lost and none is trained on twice."""
-        with self._waiting.changed:
-            return BufferSnapshot(
-                groups=tuple(self._groups[ticket] for ticket in sorted(self._groups)),
-                ledger=self._ledger.state(),
-                entry=self._ledger.entry(),
-            )
 
     def restore(self, snapshot: BufferSnapshot) -> None:
         """Makes a new buffer what the snapshot was of; what was out is given out again, with the same attempt.
