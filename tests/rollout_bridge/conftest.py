@@ -8,6 +8,7 @@ import pytest
 from rollout_bridge import Client, Fleet, FleetOptions, SampleRequest, Sampling, serve
 from rollout_bridge.engines.fake import FakeEngine
 from rollout_bridge.engines.fake_model import fake_model
+from tests.rollout_bridge.fake_sglang import FakeSglang
 
 
 @pytest.fixture(scope="session")
@@ -73,3 +74,26 @@ def make_request():
         )
 
     return make
+
+
+@pytest.fixture
+def sglang(stack, tmp_path):
+    """A fake server, as the real one stands after its start."""
+
+    def begin(**info):
+        folder = tmp_path / "model"
+        folder.mkdir(exist_ok=True)
+        server = FakeSglang(folder, **info)
+        stack.callback(server.close)
+        return server
+
+    return begin
+
+
+@pytest.fixture
+def both(sglang, attach):
+    """A server and an engine that has found it; each file attaches its own kind."""
+    server = sglang()
+    engine = attach(server)
+    engine.connect(5.0)
+    return server, engine

@@ -13,21 +13,7 @@ from rollout_bridge import BridgeError, Fatal, Finish, Fleet, FleetOptions, InFl
 from rollout_bridge.cli import main
 from rollout_bridge.engines.fake_model import fake_logp, fake_probe, fake_routes, fake_weights, fingerprint
 from rollout_bridge.engines.sglang import SglangConfig, SglangEngine
-from tests.rollout_bridge.fake_sglang import MODEL, FakeSglang
-
-
-@pytest.fixture
-def sglang(stack, tmp_path):
-    """A fake server, as the real one stands after its start."""
-
-    def begin(**info):
-        folder = tmp_path / "model"
-        folder.mkdir(exist_ok=True)
-        server = FakeSglang(folder, **info)
-        stack.callback(server.close)
-        return server
-
-    return begin
+from tests.rollout_bridge.fake_sglang import MODEL
 
 
 @pytest.fixture
@@ -41,15 +27,6 @@ def attach(stack, tmp_path):
         return engine
 
     return begin
-
-
-@pytest.fixture
-def both(sglang, attach):
-    """A server and an engine that has found it."""
-    server = sglang()
-    engine = attach(server)
-    engine.connect(5.0)
-    return server, engine
 
 
 def stage(engine, weights):

@@ -17,25 +17,13 @@ from rollout_bridge.engines.sglang import SglangConfig, SglangEngine
 from rollout_bridge.engines.sglang_group import GroupConfig, Sender
 from rollout_bridge.engines.sglang_http import Refused
 from rollout_bridge.engines.torch_sender import run
-from tests.rollout_bridge.fake_sglang import MODEL, FakeSglang
+from tests.rollout_bridge.fake_sglang import MODEL
 from tests.rollout_bridge.test_sglang import eventually, hold, publish, sample, sampling, stage
 
 GROUP = GroupConfig(
     sender=(sys.executable, "-P", str(Path(__file__).with_name("fake_sender.py"))), bucket_bytes=600, join_seconds=60.0
 )
 BUCKETS = 12  # of the fake model's
-
-
-@pytest.fixture
-def sglang(stack, tmp_path):
-    def begin(**info):
-        folder = tmp_path / "model"
-        folder.mkdir(exist_ok=True)
-        server = FakeSglang(folder, **info)
-        stack.callback(server.close)
-        return server
-
-    return begin
 
 
 @pytest.fixture
@@ -46,14 +34,6 @@ def attach(stack, tmp_path):
         return engine
 
     return begin
-
-
-@pytest.fixture
-def both(sglang, attach):
-    server = sglang()
-    engine = attach(server)
-    engine.connect(5.0)
-    return server, engine
 
 
 def in_bucket(monkeypatch, number, do):
