@@ -2,6 +2,8 @@
 
 A row of logits at V = 151,936 is 600 KB; those of a batch do not fit. Here a chunk of columns is multiplied, folded
 into a running logsumexp and forgotten; the backward pass multiplies it again. Only normaliser and entropy are kept.
+So log-probs with their gradient take four products where logits written out take three. Where the same weights have
+scored the same tokens before, as when a batch is measured before its gradients, those `TokenScores` spare one of them.
 
 On a mesh the head is cut along its vocabulary. Shards of `tensor` score their own columns and add up; what the batch
 axes hold is gathered and its gradient scattered back chunk by chunk, so that no device ever has a whole head.
@@ -15,10 +17,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.sharding import Mesh
 
 from sat_jax.mesh import spec
 from sat_jax.shapes import check_shapes
+from sat_jax.types import TokenScores
 
 # A chunk of logits holds about this many float32 (64 MiB), within these widths: narrower starves a matrix unit, wider
 # gains nothing. Widths are whole tiles of a matrix unit.
@@ -57,12 +61,31 @@ def token_logp(
     chunk: int | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[jax.Array, jax.Array]:
+    """Scores tokens under softmax(hidden @ head / temperature): log-probs and entropies of `token_scores`, which see.
+
+    Returns:
+      (logp_BT, entropy_BT), nats, float32.
+    """
+    scores = token_scores(hidden_BTD, head_DV, target_BT, temperature=temperature, chunk=chunk, mesh=mesh)
+    return scores.logp_BT, scores.entropy_BT
+
+
+def token_scores(  # noqa: PLR0913 (three arrays, and how they are to be taken)
+    hidden_BTD: jax.Array,
+    head_DV: jax.Array,
+    target_BT: jax.Array,
+    *,
+    temperature: jax.Array | float = 1.0,
+    chunk: int | None = None,
+    mesh: Mesh | None = None,
+    known: TokenScores | None = None,
+) -> TokenScores:
     """Scores tokens under softmax(hidden @ head / temperature); no [.., V] array exists when V is large.
 
-    Differentiable in `hidden_BTD` and `head_DV`, through both results; `temperature` gets no gradient. Products are
-    taken in the dtype of `hidden_BTD` (the head is cast chunk by chunk) and accumulated in float32, and so is the
-    head's gradient, over tokens and over devices, before it is cast to the head's dtype: pass a float32 head to keep
-    it.
+    Differentiable in `hidden_BTD` and `head_DV`, through log-probs and entropies; `temperature` gets no gradient.
+    Products are taken in the dtype of `hidden_BTD` (the head is cast chunk by chunk) and accumulated in float32, and so
+    is the head's gradient, over tokens and over devices, before it is cast to the head's dtype: pass a float32 head to
+    keep it.
 
     Args:
       hidden_BTD: final hidden states, float32 or bfloat16.
@@ -71,10 +94,12 @@ def token_logp(
       temperature: positive scalar, may be traced; the logits are divided by it, as the sampler does.
       chunk: vocabulary columns at a time; None chooses by B * T.
       mesh: where rows are cut as a batch and the head along its vocabulary, both evenly; None = one device.
+      known: what the same call gave before. It is returned as it is, with this call's gradient, and nothing is
+        multiplied before the backward pass. The gradient is only as right as the normaliser is that of these logits: of
+        two programs compiled apart it is, but for rounding.
 
     Returns:
-      (logp_BT, entropy_BT), nats, float32: log-prob of the target, <= 0, and entropy, >= 0, both of the
-      tempered distribution.
+      Scores of the tempered distribution.
 
     Raises:
       ValueError: shapes disagree, or a Python `temperature` or `chunk` is not positive.
@@ -86,15 +111,18 @@ def token_logp(
         raise ValueError(f"temperature: expected a positive number, got {temperature}; score greedy tokens at 1")
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk: expected at least 1 vocabulary column, got {chunk}")
+    if known is not None:
+        check_shapes(target_BT=target_BT, **dataclasses.asdict(known))
     temperature = lax.stop_gradient(jnp.asarray(temperature, jnp.float32))
+    known = lax.stop_gradient(known)
     if mesh is None or mesh.size == 1:
         width = min(chunk or chunk_width(sizes["B"] * sizes["T"]), sizes["V"])
-        return _score(_Layout(chunk=width, mesh=None), hidden_BTD, head_DV, target_BT, temperature)
+        return _score(_Layout(chunk=width, mesh=None), hidden_BTD, head_DV, target_BT, temperature, known)
     held = sizes["V"] // math.prod(mesh.shape[axis] for axis in ("tensor", *_GATHERED))
     local_tokens = sizes["B"] * sizes["T"] // math.prod(mesh.shape[axis] for axis in ("data", *_GATHERED))
     gathered = _Layout(chunk=1, mesh=mesh).gathered
     width = min(-(-(chunk or chunk_width(local_tokens)) // gathered), held)
-    return _score(_Layout(chunk=width, mesh=mesh), hidden_BTD, head_DV, target_BT, temperature)
+    return _score(_Layout(chunk=width, mesh=mesh), hidden_BTD, head_DV, target_BT, temperature, known)
 
 
 def chunk_width(tokens: int) -> int:
@@ -104,43 +132,55 @@ def chunk_width(tokens: int) -> int:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _score(
-    layout: _Layout, hidden_BTD: jax.Array, head_DV: jax.Array, target_BT: jax.Array, temperature: jax.Array
-) -> Any:
-    return _forward(layout, hidden_BTD, head_DV, target_BT, temperature)[0]
+def _score(layout: _Layout, *arguments: Any) -> Any:
+    return _forward_values(layout, *arguments)
 
 
-def _forward(layout, hidden_BTD, head_DV, target_BT, temperature):
-    kept = (hidden_BTD, head_DV, target_BT, temperature)
+def _forward_values(layout, hidden_BTD, head_DV, target_BT, temperature, known):
+    if known is not None:
+        return known
     local = functools.partial(_forward_local, layout)
     if layout.mesh is not None:
         hidden, head, row = _specs()
         local = jax.shard_map(
             local, mesh=layout.mesh, in_specs=(hidden, head, row, spec()), out_specs=(row,) * 3, check_vma=False
         )
-    logp_BT, entropy_BT, normaliser_BT = local(*kept)
+    logp_BT, entropy_BT, normaliser_BT = local(hidden_BTD, head_DV, target_BT, temperature)
     in_vocabulary_BT = (target_BT >= 0) & (target_BT < head_DV.shape[1])
     logp_BT = jnp.where(in_vocabulary_BT, logp_BT, jnp.nan)
-    return (logp_BT, entropy_BT), (*kept, normaliser_BT, entropy_BT)
+    return TokenScores(logp_BT=logp_BT, entropy_BT=entropy_BT, normaliser_BT=normaliser_BT)
+
+
+def _forward(layout, *arguments):
+    arguments = jax.tree.map(lambda primal: primal.value, arguments, is_leaf=lambda a: isinstance(a, CustomVJPPrimal))
+    scores = _forward_values(layout, *arguments)
+    return scores, (*arguments, scores)
 
 
 def _backward(layout, kept, cotangents):
+    hidden_BTD, head_DV, target_BT, temperature, known, scores = kept
+    # Where nobody asks for the entropy's gradient, as in training, a third of what a chunk does beside its products goes.
+    dlogp_BT, dentropy_BT = (
+        None if isinstance(cotangent, SymbolicZero) else cotangent
+        for cotangent in (cotangents.logp_BT, cotangents.entropy_BT)
+    )
     local = functools.partial(_backward_local, layout)
     if layout.mesh is not None:
         hidden, head, row = _specs()
+        rows = jax.tree.map(lambda _: row, (scores, dlogp_BT, dentropy_BT))
         local = jax.shard_map(
             local,
             mesh=layout.mesh,
-            in_specs=(hidden, head, row, spec(), *(row,) * 4),
+            in_specs=(hidden, head, row, spec(), *rows),
             out_specs=(hidden, head),
             check_vma=False,
         )
-    hidden_BTD, head_DV, temperature = kept[0], kept[1], kept[3]
-    dhidden_BTD, dhead_DV = local(*kept, *cotangents)
-    return dhidden_BTD.astype(hidden_BTD.dtype), dhead_DV.astype(head_DV.dtype), None, jnp.zeros_like(temperature)
+    dhidden_BTD, dhead_DV = local(hidden_BTD, head_DV, target_BT, temperature, scores, dlogp_BT, dentropy_BT)
+    nothing = jax.tree.map(jnp.zeros_like, (temperature, known))
+    return dhidden_BTD.astype(hidden_BTD.dtype), dhead_DV.astype(head_DV.dtype), None, *nothing
 
 
-_score.defvjp(_forward, _backward)
+_score.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _specs() -> tuple[Any, Any, Any]:
@@ -189,18 +229,19 @@ def _add_up(top_BT, mass_BT, moment_BT, picked_BT):
     return peak_BT, *(lax.psum(part_BT, "tensor") for part_BT in (mass_BT, moment_BT, picked_BT))
 
 
-def _backward_local(layout, *kept_and_cotangents):
-    """Gradients of one device's rows and columns, float32."""
-    hidden_BTD, head_DV, target_BT, temperature, normaliser_BT, entropy_BT, *cotangents = kept_and_cotangents
-    dlogp_BT, dentropy_BT = cotangents
+def _backward_local(layout, hidden_BTD, head_DV, target_BT, temperature, scores, dlogp_BT, dentropy_BT):
+    """Gradients of one device's rows and columns, float32; a cotangent that is None is zero."""
 
     def fold(carry, index):
         dhidden_BTD, dhead_DV = carry
         logit_BTV, part_DV, column_V, fresh_V = _logits(layout, hidden_BTD, head_DV, temperature, index)
-        logp_BTV = logit_BTV - normaliser_BT[..., None]
+        logp_BTV = logit_BTV - scores.normaliser_BT[..., None]
         p_BTV = jnp.exp(logp_BTV)
-        dlogit_BTV = dlogp_BT[..., None] * ((column_V == target_BT[..., None]) - p_BTV)
-        dlogit_BTV -= dentropy_BT[..., None] * p_BTV * (logp_BTV + entropy_BT[..., None])
+        dlogit_BTV = jnp.zeros_like(p_BTV)
+        if dlogp_BT is not None:
+            dlogit_BTV += dlogp_BT[..., None] * ((column_V == target_BT[..., None]) - p_BTV)
+        if dentropy_BT is not None:
+            dlogit_BTV -= dentropy_BT[..., None] * p_BTV * (logp_BTV + scores.entropy_BT[..., None])
         dlogit_BTV = jnp.where(fresh_V, dlogit_BTV / temperature, 0).astype(hidden_BTD.dtype)
         dhidden_BTD += jnp.einsum("btv,dv->btd", dlogit_BTV, part_DV, preferred_element_type=jnp.float32)
         dpart_DV = jnp.einsum("btd,btv->dv", hidden_BTD, dlogit_BTV, preferred_element_type=jnp.float32)

@@ -55,12 +55,29 @@ class TokenBatch:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenScores:
+    """What one pass over the vocabulary says of every token; nats, float32.
+
+    Attributes:
+      logp_BT: log-prob of the target, <= 0.
+      entropy_BT: of the distribution, >= 0.
+      normaliser_BT: logsumexp of the tempered logits; without a gradient.
+    """
+
+    logp_BT: jax.Array
+    entropy_BT: jax.Array
+    normaliser_BT: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PolicyOutput:
     """What scoring a batch gives.
 
     Attributes:
       logp_BT: log pi of the target at the sampling temperature, nats, float32.
       entropy_BT: entropy of the predicted distribution at that temperature, nats, float32.
+      normaliser_BT: logsumexp of the logits at that temperature, nats, float32, without a gradient.
       trace: the routes that were used.
       agreement_BT: share in [0, 1] of the used (layer, slot) choices that the live router would have made itself,
         float32; 1 where nothing was replayed.
@@ -68,8 +85,14 @@ class PolicyOutput:
 
     logp_BT: jax.Array
     entropy_BT: jax.Array
+    normaliser_BT: jax.Array
     trace: RoutingTrace
     agreement_BT: jax.Array
+
+    @property
+    def scores(self) -> TokenScores:
+        """What was said of every token, without the routes."""
+        return TokenScores(logp_BT=self.logp_BT, entropy_BT=self.entropy_BT, normaliser_BT=self.normaliser_BT)
 
 
 @jax.tree_util.register_dataclass

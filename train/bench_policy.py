@@ -30,6 +30,7 @@ from sat_jax.logprob import token_logp
 from sat_jax.model import Policy, PolicyConfig, hf
 from sat_jax.routing import free_trace
 from sat_jax.types import TokenBatch
+from train.host_memory import keep_freed_memory
 
 TASKS = ("train", "score", "decode")
 _AGREES = {"float32": 1e-4, "bfloat16": 3e-2}  # nats, between the two mean log-probs
@@ -97,6 +98,7 @@ def measure(options: Options) -> dict[str, Any]:
     """
     _check_oracle(options.oracle)
     device = jax.devices()[0]
+    keep_freed_memory(device.platform)  # as `sat-jax train` does
     alone = device.platform == "cpu" and options.threads == 1
     clock = time.process_time if alone else time.perf_counter
     policy = Policy(options.policy)

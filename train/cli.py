@@ -10,6 +10,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
+from train.cli_bench import add_benches, xla_flags
+
 if TYPE_CHECKING:
     from train.multihost import Launch
 
@@ -100,12 +102,7 @@ def _parser() -> argparse.ArgumentParser:
         verbs.add_parser("plan", help="what a config needs on a machine that is not there, before it is paid")
     )
     _prepare_arguments(verbs.add_parser("prepare", help="public data sets -> a file of prompts and answers"))
-    benches = verbs.add_parser("bench", help="time a part on this machine").add_subparsers(
-        required=True, metavar="PART"
-    )
-    _clip_arguments(benches.add_parser("clip", help="value and gradient of every objective preset, against ppo"))
-    _policy_arguments(benches.add_parser("policy", help="train, score and decode, against transformers"))
-    _async_arguments(benches.add_parser("async", help="bounded against synchronous, the engine at the trainer's pace"))
+    add_benches(verbs.add_parser("bench", help="time a part on this machine"))
     return parser
 
 
@@ -141,26 +138,6 @@ def _convert_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_convert)
 
 
-def _clip_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--log2-tokens", type=int, nargs="+", default=[16, 18, 20, 22], metavar="N", help="batches of 2^N tokens"
-    )
-    parser.add_argument("--presets", nargs="+", default=[], metavar="NAME", help="all by default; ppo is always there")
-    parser.add_argument("--aggregation", default="token_mean", help="of all presets; own = each its authors'")
-    parser.add_argument("--repetitions", type=int, default=9, metavar="N", help="with fresh data each (default: 9)")
-    parser.add_argument(
-        "--threads", type=int, default=1, metavar="N", help="CPU threads of a computation; 0 = all (default: 1)"
-    )
-    parser.add_argument(
-        "--devices", type=int, default=1, metavar="N", help="shard the rows over N devices (on a CPU: made-up ones)"
-    )
-    parser.add_argument(
-        "--train-step", type=Path, metavar="CONFIG", help="also (sat_gspo - gspo) as a share of this run's train step"
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
-    parser.set_defaults(run=_bench_clip)
-
-
 def _prepare_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(required=True, metavar="KIND")
     problems = kinds.add_parser("math", help="problems with answers: DAPO-Math-17k, Dolci-RL-Zero-Math, AIME and alike")
@@ -192,34 +169,6 @@ def _prepare_arguments(parser: argparse.ArgumentParser) -> None:
     tasks.add_argument("--seed", type=int, default=0)
     tasks.add_argument("--with", dest="settings", default="{}", metavar="JSON", help="settings of the task")
     tasks.set_defaults(run=_prepare_reasoning)
-
-
-def _policy_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--oracle",
-        default=sys.executable,
-        metavar="PYTHON",
-        help="one with PyTorch and transformers, such as .venv-parity/bin/python (default: this one)",
-    )
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="compute type")
-    parser.add_argument("--repetitions", type=int, default=9, metavar="N", help="turns of each side (default: 9)")
-    parser.add_argument(
-        "--threads", type=int, choices=(0, 1), default=1, help="CPU threads of a computation; 0 = all (default: 1)"
-    )
-    parser.add_argument("--remat", default="none", metavar="NAME", help="of the policy (default: none)")
-    parser.add_argument("--head", action="store_true", help="also log-probs at a vocabulary of 151,936 against logits")
-    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
-    parser.set_defaults(run=_bench_policy)
-
-
-def _async_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", type=Path, nargs="?", default=Path("configs/quickstart.toml"), help="TOML file")
-    parser.add_argument("--max-lag", type=int, default=1, metavar="N", help="of the bounded runs (default: 1)")
-    parser.add_argument("--steps", type=int, default=48, metavar="N", help="of every run (default: 48)")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of both kinds (default: 3)")
-    parser.add_argument("--stand-in", action="store_true", help="an engine of made-up tokens, which keeps its pace")
-    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
-    parser.set_defaults(run=_bench_async)
 
 
 def _multihost_arguments(parser: argparse.ArgumentParser) -> None:
@@ -327,7 +276,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     os.environ.setdefault("TPU_MIN_LOG_LEVEL", "3")
     if kind == "cpu" and count.isdecimal():
-        os.environ["XLA_FLAGS"] = _xla_flags(0, int(count))
+        os.environ["XLA_FLAGS"] = xla_flags(0, int(count))
     from train.config import load
     from train.plan import PlanOptions, make_plan
     from train.plan.report import as_json, as_text
@@ -361,60 +310,6 @@ def _prepare_reasoning(arguments: argparse.Namespace) -> None:
     settings = parse_settings(arguments.settings)
     count = prepare_reasoning(arguments.task, arguments.size, arguments.seed, settings, arguments.out)
     _say(f'written: {count} problems in {arguments.out}; train with reward = "reasoning_gym"')
-
-
-def _bench_clip(arguments: argparse.Namespace) -> None:
-    # XLA reads this once, when JAX first makes a device.
-    os.environ["XLA_FLAGS"] = _xla_flags(arguments.threads, arguments.devices)
-    from train.bench_clip import Options, measure, report
-
-    options = Options(
-        log2_tokens=tuple(arguments.log2_tokens),
-        presets=tuple(arguments.presets),
-        aggregation=arguments.aggregation,
-        repetitions=arguments.repetitions,
-        threads=arguments.threads,
-        devices=arguments.devices,
-        train_step=arguments.train_step,
-    )
-    sys.stdout.write(report(measure(options), as_json=arguments.json) + "\n")
-
-
-def _bench_policy(arguments: argparse.Namespace) -> None:
-    os.environ["XLA_FLAGS"] = _xla_flags(arguments.threads, 1)
-    from train.bench_policy import Options, measure, report
-
-    options = Options(
-        oracle=arguments.oracle,
-        dtype=arguments.dtype,
-        repetitions=arguments.repetitions,
-        threads=arguments.threads,
-        remat=arguments.remat,
-        head=arguments.head,
-    )
-    sys.stdout.write(report(measure(options), as_json=arguments.json) + "\n")
-
-
-def _bench_async(arguments: argparse.Namespace) -> None:
-    from train.bench_async import Options, measure, report
-
-    options = Options(
-        config=arguments.config,
-        max_lag=arguments.max_lag,
-        steps=arguments.steps,
-        rounds=arguments.rounds,
-        stand_in=arguments.stand_in,
-    )
-    sys.stdout.write(report(measure(options), as_json=arguments.json) + "\n")
-
-
-def _xla_flags(threads: int, devices: int) -> str:
-    flags = [os.environ.get("XLA_FLAGS", "")]
-    if devices > 1:
-        flags.append(f"--xla_force_host_platform_device_count={devices}")
-    if threads == 1:
-        flags.append("--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1")
-    return " ".join(flag for flag in flags if flag)
 
 
 def _say(*lines: str) -> None:

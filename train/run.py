@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from rollout_bridge import Fleet
-from sat_jax.mesh import make_mesh
+from sat_jax.mesh import make_mesh, platform
 from sat_jax.model import PolicyConfig
 from train.books import joint_entry, joint_snapshot, joint_stats, own_part
 from train.checkpoint import Checkpoints, Cut, Identity
@@ -28,6 +28,7 @@ from train.engines import attach_fleet, deal_endpoints, run_name
 from train.finite import require_finite
 from train.flow import BatchWise, Flow, open_flow
 from train.groups import Group
+from train.host_memory import keep_freed_memory
 from train.ledger_log import LedgerLog
 from train.minibatches import Minibatch, Preparation
 from train.place import check_rows
@@ -333,6 +334,7 @@ def open_run(config: RunConfig, folder: Path, options: Options) -> Iterator[Run]
         stack.enter_context(open_verifier(problem.verifier))
         compiles = stack.enter_context(CompileCounter())
         mesh = make_mesh(config.mesh)
+        keep_freed_memory(platform(mesh))
         check_rows(mesh, config.batch.rows)
         report = stack.enter_context(
             Report(folder, header(config, problem, mesh, folder), console=options.console)

@@ -2,7 +2,8 @@
 
 A batch is a tuple of microbatches of a few shapes, so that its size never changes a program. `update` is a host loop of
 `grad_step` (the accumulator is donated) and one `apply`. With one microbatch `measure` is fused into `grad_step`, which
-then takes the threshold of its own batch: one forward pass fewer, the same number.
+then takes the threshold of its own batch: one forward pass fewer, the same number. With several, the log-probs that it
+measured are those of the gradient's pass, which then multiplies the vocabulary once less.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ from sat_jax import objective as objectives
 from sat_jax.metrics import Mean, Metrics, Sum, merge
 from sat_jax.model.attention import attention_pairs
 from sat_jax.objective import ObjectiveConfig, policy_loss
-from sat_jax.types import Measured, PolicyOutput, TokenBatch
+from sat_jax.types import Measured, PolicyOutput, TokenBatch, TokenScores
 from train.export import whole
 from train.state import TrainState, shardings
 
@@ -32,10 +33,12 @@ class Measurement:
 
     Attributes:
       measured: per microbatch, the detached mismatch and the batch's threshold; None where `update` takes its own.
+      scores: per microbatch, what was said of its tokens on the way, which `update` need not find out again; or None.
       denominator: the global denominator of the loss, scalar float32; None where the one microbatch's own is global.
     """
 
     measured: tuple[Measured | None, ...]
+    scores: tuple[TokenScores | None, ...]
     denominator: jax.Array | None
 
 
@@ -58,6 +61,7 @@ class _Given:
     """What a microbatch's gradient takes as given; None where the objective does without."""
 
     measured: Measured | None = None
+    scores: TokenScores | None = None
     denominator: jax.Array | None = None
     ref_logp_BT: jax.Array | None = None
     prox_logp_BT: jax.Array | None = None
@@ -104,15 +108,16 @@ class Step:
 
     def measure(self, state: TrainState, batch: Batch) -> Measurement:
         """Looks at the whole optimizer batch: the threshold and the denominator are statistics of all of it."""
+        nothing = (None,) * len(batch)
         if len(batch) == 1:
-            return Measurement(measured=(None,), denominator=None)
+            return Measurement(measured=nothing, scores=nothing, denominator=None)
         denominator = jnp.sum(jnp.stack([self._denominator_jit(micro) for micro in batch]))
         if not self._objective.needs_measure:
-            return Measurement(measured=(None,) * len(batch), denominator=denominator)
-        mismatches = tuple(self._mismatch_jit(state.params, micro) for micro in batch)
+            return Measurement(measured=nothing, scores=nothing, denominator=denominator)
+        mismatches, scores = zip(*(self._mismatch_jit(state.params, micro) for micro in batch), strict=True)
         threshold = self._threshold_jit(mismatches, batch)
         measured = tuple(Measured(mismatch_BT=mismatch_BT, threshold=threshold) for mismatch_BT in mismatches)
-        return Measurement(measured=measured, denominator=denominator)
+        return Measurement(measured=measured, scores=scores, denominator=denominator)
 
     def update(
         self,
@@ -162,6 +167,7 @@ class Step:
         for index, micro in enumerate(batch):
             given = _Given(
                 measured=measurement.measured[index],
+                scores=measurement.scores[index],
                 denominator=measurement.denominator,
                 ref_logp_BT=None if ref_logps is None else ref_logps[index],
                 prox_logp_BT=None if prox_logps is None else prox_logps[index],
@@ -191,6 +197,7 @@ class Step:
         scalar: Any = jax.ShapeDtypeStruct((), jnp.float32)
         given = _Given(
             measured=Measured(mismatch_BT=logp, threshold=scalar) if measures else None,
+            scores=TokenScores(logp_BT=logp, entropy_BT=logp, normaliser_BT=logp) if measures else None,
             denominator=scalar if several else None,
             ref_logp_BT=logp if objective.needs_reference else None,
             prox_logp_BT=logp if objective.needs_proximal else None,
@@ -214,12 +221,13 @@ class Step:
         """The programs of `trace`, lowered but not compiled."""
         return {name: program.lower() for name, program in self.trace(state, micro, microbatches).items()}
 
-    def _score(self, params: nnx.State, micro: TokenBatch) -> PolicyOutput:
+    def _score(self, params: nnx.State, micro: TokenBatch, known: TokenScores | None = None) -> PolicyOutput:
         with jax.named_scope("score"):
-            return nnx.merge(self._graph, params).score(micro, self._temperature)
+            return nnx.merge(self._graph, params).score(micro, self._temperature, known)
 
-    def _mismatch(self, params: nnx.State, micro: TokenBatch) -> jax.Array:
-        return objectives.mismatch(self._score(params, micro).logp_BT, micro, self._objective)
+    def _mismatch(self, params: nnx.State, micro: TokenBatch) -> tuple[jax.Array, TokenScores]:
+        scores = self._score(params, micro).scores
+        return objectives.mismatch(scores.logp_BT, micro, self._objective), scores
 
     def _threshold(self, mismatches: tuple[jax.Array, ...], batch: Batch) -> jax.Array:
         mask = _stack([micro.loss_mask_BT for micro in batch])
@@ -234,7 +242,7 @@ class Step:
         given: _Given,
     ) -> tuple[nnx.State, Metrics]:
         def loss(params: nnx.State) -> tuple[jax.Array, Metrics]:
-            output = self._score(params, micro)
+            output = self._score(params, micro, given.scores)
             with jax.named_scope("objective"):
                 report = policy_loss(
                     output.logp_BT,

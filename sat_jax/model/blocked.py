@@ -6,6 +6,8 @@ themselves. An expert without rows has no block, so its gradient is the zero tha
 """
 
 import dataclasses
+import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,6 @@ from sat_jax.model.dispatch import (
     Routed,
     add_rows,
     cast_weights,
-    expert_zeros,
     stable_order,
     swiglu_gradients,
     take_rows,
@@ -56,7 +57,7 @@ def block_rows(choices: int, experts: int) -> int:
     """
     share = choices // experts
     wanted = max(1, share // 4, min(share // 2, 64))
-    return min(256, max(16, 1 << (wanted.bit_length() - 1)))
+    return min(256, max(16, 1 << round(math.log2(wanted))))
 
 
 def plan_blocks(ids_NK: jax.Array, experts: int, rows: int) -> BlockPlan:
@@ -86,7 +87,7 @@ def plan_blocks(ids_NK: jax.Array, experts: int, rows: int) -> BlockPlan:
 
 def _forward(rows: int, routed: Routed, weights: ExpertWeights) -> tuple[jax.Array, jax.Array]:
     plan = plan_blocks(routed.ids_NK, weights.gate_EDF.shape[0], rows)
-    cast = cast_weights(weights, routed.x_ND.dtype)
+    both_EDF, down_EFD = _side_by_side(weights, routed.x_ND.dtype)
     x_ND, flat_weight, slots = routed.x_ND, routed.weight_NK.reshape(-1), routed.weight_NK.shape[1]
 
     def block(number: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -94,9 +95,9 @@ def _forward(rows: int, routed: Routed, weights: ExpertWeights) -> tuple[jax.Arr
         expert = plan.expert_of_block[number]
         choice, filled = _rows_of(plan, number, rows)
         x = take_rows(x_ND, choice // slots)
-        gate, up = _dot(x, cast.gate_EDF[expert], 1, 0), _dot(x, cast.up_EDF[expert], 1, 0)
+        gate, up = jnp.split(_dot(x, both_EDF[expert], 1, 0), 2, axis=1)
         hidden = (jax.nn.silu(gate) * up).astype(x.dtype)
-        y = take_rows(flat_weight, choice)[:, None] * _dot(hidden, cast.down_EFD[expert], 1, 0)
+        y = take_rows(flat_weight, choice)[:, None] * _dot(hidden, down_EFD[expert], 1, 0)
         return add_rows(out_ND, choice // slots, filled, y), executed + x.shape[0]
 
     with jax.named_scope("expert_blocks"):  # by this name `plan` knows how often it runs
@@ -112,39 +113,43 @@ def _backward(
     """Recomputes gate and up. d out / d weight = <out_grad down^T, hidden>, so down(hidden) is not needed again."""
     plan = plan_blocks(routed.ids_NK, weights.gate_EDF.shape[0], rows)
     dtype = routed.x_ND.dtype
-    cast, out_grad_ND = cast_weights(weights, dtype), out_grad_ND.astype(dtype)
+    (both_EDF, down_EFD), out_grad_ND = _side_by_side(weights, dtype), out_grad_ND.astype(dtype)
     x_ND, flat_weight, slots = routed.x_ND, routed.weight_NK.reshape(-1), routed.weight_NK.shape[1]
 
-    def block(number: jax.Array, grads: ExpertGrads) -> ExpertGrads:
-        dx_ND, dweight, dweights = grads
+    def block(number: jax.Array, grads: Any) -> Any:
+        dx_ND, dweight, dboth_EDF, ddown_EFD = grads
         expert = plan.expert_of_block[number]
         choice, filled = _rows_of(plan, number, rows)
         x, scale = take_rows(x_ND, choice // slots), take_rows(flat_weight, choice)[:, None]
         # Without a gradient the rows that only fill up add nothing to the weights'.
         out_grad = jnp.where(filled[:, None], take_rows(out_grad_ND, choice // slots), 0)
 
-        gate, up = _dot(x, cast.gate_EDF[expert], 1, 0), _dot(x, cast.up_EDF[expert], 1, 0)
-        from_down = _dot(out_grad, cast.down_EFD[expert], 1, 1)
+        gate, up = jnp.split(_dot(x, both_EDF[expert], 1, 0), 2, axis=1)
+        from_down = _dot(out_grad, down_EFD[expert], 1, 1)
         dgate, dup, dscale, hidden = swiglu_gradients(gate, up, from_down, scale)
-        dgate, dup, hidden = dgate.astype(dtype), dup.astype(dtype), hidden.astype(dtype)
-        dx = _dot(dgate, cast.gate_EDF[expert], 1, 1) + _dot(dup, cast.up_EDF[expert], 1, 1)
+        dboth, hidden = jnp.concatenate([dgate, dup], axis=1).astype(dtype), hidden.astype(dtype)
         return (
-            add_rows(dx_ND, choice // slots, filled, dx),
+            add_rows(dx_ND, choice // slots, filled, _dot(dboth, both_EDF[expert], 1, 1)),
             add_rows(dweight, choice, filled, dscale),
-            ExpertWeights(
-                gate_EDF=dweights.gate_EDF.at[expert].add(_dot(x, dgate, 0, 0)),
-                up_EDF=dweights.up_EDF.at[expert].add(_dot(x, dup, 0, 0)),
-                down_EFD=dweights.down_EFD.at[expert].add(_dot(hidden, out_grad, 0, 0)),
-            ),
+            dboth_EDF.at[expert].add(_dot(x, dboth, 0, 0)),
+            ddown_EFD.at[expert].add(_dot(hidden, out_grad, 0, 0)),
         )
 
-    zeros = (jnp.zeros(x_ND.shape, jnp.float32), jnp.zeros(flat_weight.shape, jnp.float32), expert_zeros(weights))
+    wide = [jnp.zeros(array.shape, jnp.float32) for array in (x_ND, flat_weight, both_EDF, down_EFD)]
     with jax.named_scope("expert_blocks"):
-        dx_ND, dweight, dweights = lax.fori_loop(0, plan.blocks, block, zeros)
+        dx_ND, dweight, dboth_EDF, ddown_EFD = lax.fori_loop(0, plan.blocks, block, tuple(wide))
+    dgate_EDF, dup_EDF = jnp.split(dboth_EDF, 2, axis=2)
+    dweights = ExpertWeights(gate_EDF=dgate_EDF, up_EDF=dup_EDF, down_EFD=ddown_EFD)
     return dx_ND, dweight.reshape(routed.weight_NK.shape), dweights
 
 
 BLOCKED = ExpertKernel(rows=block_rows, forward=_forward, backward=_backward)
+
+
+def _side_by_side(weights: ExpertWeights, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+    """In the type of the products: gate and up as one matrix [E, D, 2 F], whose product is one, and down."""
+    cast = cast_weights(weights, dtype)
+    return jnp.concatenate([cast.gate_EDF, cast.up_EDF], axis=2), cast.down_EFD
 
 
 def _dot(left: jax.Array, right: jax.Array, left_axis: int, right_axis: int) -> jax.Array:

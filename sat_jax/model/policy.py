@@ -11,17 +11,19 @@ from flax import nnx
 from jax import core
 from jax.sharding import Mesh
 
-from sat_jax.logprob import token_logp
-from sat_jax.mesh import check_divides, constrain, one_device_mesh
+from sat_jax.logprob import token_scores
+from sat_jax.mesh import check_divides, constrain, one_device_mesh, platform
 from sat_jax.model.attention import packed_attention
 from sat_jax.model.config import REMAT, PolicyConfig
 from sat_jax.model.layers import Layer, norm_scale, parameter, rms_norm, weight
 from sat_jax.routing import free_trace
 from sat_jax.shapes import check_shapes
-from sat_jax.types import PolicyOutput, RoutingTrace, TokenBatch
+from sat_jax.types import PolicyOutput, RoutingTrace, TokenBatch, TokenScores
 
 _EMBEDDING = ("vocabulary", "unsharded")
 _HEAD = ("unsharded", "vocabulary")
+# Layers of a scan that stand written out on a CPU: more take long to compile.
+_WRITTEN_OUT = 4
 
 
 class Policy(nnx.Module):
@@ -108,11 +110,17 @@ class Policy(nnx.Module):
             begun[sparse] = own.stop
             layers = _part(self.layers if sparse else self.dense_layers, own)
             item = _part(per_moe_layer, own) if sparse else None
-            carry, out = jax.lax.scan(step, carry, (layers, jnp.arange(first, end), item))
+            carry, out = jax.lax.scan(
+                step, carry, (layers, jnp.arange(first, end), item), unroll=self._unroll(end - first)
+            )
             outs += [out] if sparse else []
         if len(outs) < 2:
             return carry, outs[0] if outs else None
         return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *outs)
+
+    def _unroll(self, layers: int) -> int:
+        """How many layers of a scan stand written out: a few on a CPU, where what a scan keeps is copied in and out."""
+        return layers if layers <= _WRITTEN_OUT and platform(self.mesh) == "cpu" else 1
 
     def __call__(
         self,
@@ -140,19 +148,29 @@ class Policy(nnx.Module):
         hidden_BTD, used, _ = self._run(input_BT, segment_BT, position_BT, trace)
         return hidden_BTD, used
 
-    def score(self, batch: TokenBatch, temperature: float | jax.Array = 1.0) -> PolicyOutput:
+    def score(
+        self, batch: TokenBatch, temperature: float | jax.Array = 1.0, known: TokenScores | None = None
+    ) -> PolicyOutput:
         """Log-prob and entropy of every target under the routes of the batch's trace.
 
         Args:
           batch: packed rows.
           temperature: what the logits are divided by, > 0; the sampler's.
+          known: `scores` of these weights on this batch, where they were taken before: given back with a gradient, for
+            which the vocabulary is then multiplied once less (`token_scores`).
         """
         hidden_BTD, used, agreement_BT = self._run(batch.input_BT, batch.segment_BT, batch.position_BT, batch.trace)
         with jax.named_scope("logprob"):
-            logp_BT, entropy_BT = token_logp(
-                hidden_BTD, self.head_DV, batch.target_BT, temperature=temperature, mesh=self.mesh
+            scores = token_scores(
+                hidden_BTD, self.head_DV, batch.target_BT, temperature=temperature, mesh=self.mesh, known=known
             )
-        return PolicyOutput(logp_BT=logp_BT, entropy_BT=entropy_BT, trace=used, agreement_BT=agreement_BT)
+        return PolicyOutput(
+            logp_BT=scores.logp_BT,
+            entropy_BT=scores.entropy_BT,
+            normaliser_BT=scores.normaliser_BT,
+            trace=used,
+            agreement_BT=agreement_BT,
+        )
 
     def _run(
         self, input_BT: jax.Array, segment_BT: jax.Array, position_BT: jax.Array, trace: RoutingTrace | None

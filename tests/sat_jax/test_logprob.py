@@ -1,7 +1,9 @@
 """Chunked token log-probs against an obvious float64 twin, and the memory that they promise to save."""
 
+import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sat_jax.logprob import token_logp
+from sat_jax.logprob import token_logp, token_scores
 from sat_jax.mesh import MeshConfig, make_mesh, sharding
 
 B, T, D, V = 3, 5, 16, 37
@@ -61,6 +63,49 @@ def test_values_and_gradients_equal_the_whole_rows_at_any_chunk_and_temperature(
     wanted = twin_gradients(hidden_BTD, head_DV, target_BT, temperature, dlogp_BT, dentropy_BT)
     for mine, reference in zip(got_gradients, wanted, strict=True):
         np.testing.assert_allclose(mine, reference, rtol=1e-6, atol=1e-6 * np.abs(reference).max())
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_one_result_alone_is_differentiated_like_both_with_the_other_at_zero(which):
+    hidden_BTD, head_DV, target_BT, pulls = problem(6)
+    alone = lambda *arrays: (token_logp(*arrays, target_BT, chunk=8)[which] * pulls[which]).sum()  # noqa: E731
+    got = jax.jit(jax.grad(alone, (0, 1)))(hidden_BTD, head_DV)
+    zeroed = [pull if index == which else np.zeros_like(pull) for index, pull in enumerate(pulls)]
+    for mine, reference in zip(got, twin_gradients(hidden_BTD, head_DV, target_BT, 1.0, *zeroed), strict=True):
+        np.testing.assert_allclose(mine, reference, rtol=1e-6, atol=1e-6 * np.abs(reference).max())
+
+
+def products(function, *arguments):
+    """Matrix products in a function's program, those in a loop once."""
+    return str(jax.make_jaxpr(function)(*arguments)).count("dot_general[")
+
+
+def test_known_scores_are_given_back_with_the_gradient_for_one_product_less():
+    hidden_BTD, head_DV, target_BT, (dlogp_BT, dentropy_BT) = problem(7)
+    target_BT = target_BT.at[0, 0].set(V)  # stays NaN
+    dlogp_BT, dentropy_BT = dlogp_BT.at[0, 0].set(0), dentropy_BT.at[0, 0].set(0)
+    known = token_scores(hidden_BTD, head_DV, target_BT, temperature=0.7, chunk=8)
+
+    def pulled(hidden_BTD, head_DV, known):
+        score = functools.partial(token_scores, target_BT=target_BT, temperature=0.7, chunk=8, known=known)
+        scores, pull_back = jax.vjp(score, hidden_BTD, head_DV)
+        zero_BT = jnp.zeros_like(dlogp_BT)
+        pulls = dataclasses.replace(scores, logp_BT=dlogp_BT, entropy_BT=dentropy_BT, normaliser_BT=zero_BT)
+        return scores, pull_back(pulls)
+
+    scores, gradients = jax.jit(pulled)(hidden_BTD, head_DV, known)
+    _, wanted = jax.jit(pulled)(hidden_BTD, head_DV, None)
+    chex.assert_trees_all_equal(scores, known)
+    chex.assert_trees_all_close(gradients, wanted, rtol=1e-5, atol=1e-6)
+    assert all(np.abs(gradient).max() > 0 for gradient in gradients)
+    assert products(pulled, hidden_BTD, head_DV, None) == 4
+    assert products(pulled, hidden_BTD, head_DV, known) == 3
+    moved = dataclasses.replace(known, logp_BT=known.logp_BT - 1)
+    np.testing.assert_array_equal(jax.jit(pulled)(hidden_BTD, head_DV, moved)[0].logp_BT, known.logp_BT - 1)
+    with pytest.raises(ValueError, match=r"normaliser_BT: expected axis T of size 5"):
+        token_scores(
+            hidden_BTD, head_DV, target_BT, known=dataclasses.replace(known, normaliser_BT=known.logp_BT[:, 1:])
+        )
 
 
 def test_three_tokens_by_hand():
@@ -145,8 +190,11 @@ def test_a_head_cut_along_its_vocabulary_scores_and_learns_the_same(axes, chunk)
         jnp.where((target_BT < 0) | (target_BT > 71), 0, jnp.asarray(random.normal(size=(8, T)))) for _ in range(2)
     ]
 
-    def gradients(hidden_BTD, head_DV, mesh):
-        score = functools.partial(token_logp, target_BT=target_BT, temperature=0.7, chunk=chunk, mesh=mesh)
+    def gradients(hidden_BTD, head_DV, mesh, known=None):
+        def score(hidden_BTD, head_DV):
+            scores = token_scores(hidden_BTD, head_DV, target_BT, temperature=0.7, chunk=chunk, mesh=mesh, known=known)
+            return scores.logp_BT, scores.entropy_BT
+
         outputs, pull_back = jax.vjp(score, hidden_BTD, head_DV)
         return *outputs, *pull_back(tuple(pull.astype(jnp.float32) for pull in pulls))
 
@@ -154,8 +202,12 @@ def test_a_head_cut_along_its_vocabulary_scores_and_learns_the_same(axes, chunk)
     placed = jax.device_put(head_DV, sharding(mesh, "unsharded", "vocabulary"))
     got = jax.jit(functools.partial(gradients, mesh=mesh))(hidden_BTD, placed)
     assert got[3].sharding.is_equivalent_to(placed.sharding, 2)
-    for mine, reference in zip(got, gradients(hidden_BTD, head_DV, None), strict=True):
+    wanted = gradients(hidden_BTD, head_DV, None)
+    known = token_scores(hidden_BTD, placed, target_BT, temperature=0.7, chunk=chunk, mesh=mesh)
+    again = jax.jit(functools.partial(gradients, mesh=mesh))(hidden_BTD, placed, known=known)
+    for mine, spared, reference in zip(got, again, wanted, strict=True):
         np.testing.assert_allclose(mine, reference, rtol=2e-5, atol=2e-6)
+        np.testing.assert_allclose(spared, reference, rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,6 +1,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from tests.reference.rollouts import EXPERTS, LAYERS, SLOTS, make_group
 from train.assemble import AssembleConfig, BatchConfig, assemble, place
 from train.compiles import CompileCounter
 from train.state import OptimConfig, TrainState, init_policy, init_state
-from train.step import Measurement, Step, _Given, host_batch
+from train.step import Step, _Given, host_batch
 
 ROWS, LENGTH = 4, 16
 POLICY = PolicyConfig(
@@ -160,10 +161,25 @@ def test_update_gates_on_what_measure_saw():
         dataclasses.replace(measured, threshold=np.float32(0)) for measured in measurement.measured if measured
     )
     copy = duplicate(state)
-    _, off = step.update(copy, batch, Measurement(measured=zero, denominator=measurement.denominator))
+    _, off = step.update(copy, batch, dataclasses.replace(measurement, measured=zero))
     _, on = advanced(step, state, batch)
     assert on.metrics["sat/gate_rate"] > 0
     assert off.metrics["sat/gate_rate"] == 0
+
+
+def test_the_gradient_takes_the_log_probs_that_measure_saw():
+    step, state, mesh = build("sat_grpo")
+    whole = near(step, state, assemble(groups(), 0, ASSEMBLY).microbatches, mesh)
+    batch = place(cut_rows(whole[0], 2), mesh)
+    measurement = step.measure(state, batch)
+    anew = dataclasses.replace(measurement, scores=(None, None))
+    gradients, seen = step.gradients(state.params, batch, measurement)
+    wanted, seen_anew = step.gradients(state.params, batch, anew)
+    chex.assert_trees_all_close(gradients, wanted, rtol=1e-4, atol=1e-6)
+    assert float(seen["loss"].value()) == pytest.approx(float(seen_anew["loss"].value()), rel=1e-5, abs=1e-7)
+    moved = tuple(dataclasses.replace(scores, entropy_BT=scores.entropy_BT + 1) for scores in measurement.scores)
+    _, seen_moved = step.gradients(state.params, batch, dataclasses.replace(measurement, scores=moved))
+    assert float(seen_moved["entropy"].value()) == pytest.approx(float(seen["entropy"].value()) + 1, rel=1e-5)
 
 
 def test_eight_devices_give_the_update_of_one():

@@ -17,11 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sat_jax.logprob import token_logp
+from sat_jax.logprob import token_logp, token_scores
 from sat_jax.mesh import one_device_mesh
 from sat_jax.model.attention import attend, attention_pairs, packed_attention
 from sat_jax.model.dispatch import ExpertWeights, Routed
 from sat_jax.model.experts import kernel_of, run_experts
+from sat_jax.types import TokenScores
 
 MIB = 2**20
 
@@ -83,26 +84,42 @@ def _written_out(hidden_BTD: jax.Array, head_DV: jax.Array, target_BT: jax.Array
 
 
 def logp_time(repeat: int, tokens: int, width: int, vocabulary: int) -> dict[str, Any]:
-    """Log-probs and entropies, forward alone (what measuring and scoring run), and with both gradients."""
+    """Log-probs and entropies: forward alone, and with gradients for hidden states and head.
+
+    `alone`: log-probs have a gradient and entropies none, as in training. `measured`: the same where a pass before has
+    measured the batch, whose scores are then known. `both`: entropies have a gradient too.
+    """
     draw = np.random.default_rng(0)
     hidden_BTD = jnp.asarray(draw.normal(size=(1, tokens, width)), jnp.float32)
     head_DV = jnp.asarray(draw.normal(0, width**-0.5, (width, vocabulary)), jnp.float32)
     target_BT = jnp.asarray(draw.integers(0, vocabulary, (1, tokens)), jnp.int32)
 
-    def loss(form: Callable[..., Any]) -> Callable[..., jax.Array]:
-        def summed(*arguments: jax.Array) -> jax.Array:
-            logp_BT, entropy_BT = form(*arguments)
-            return logp_BT.sum() + 0.01 * entropy_BT.sum()
+    def gradients(form: Callable[..., Any], entropy_weight: float) -> Callable[..., Any]:
+        def loss(hidden_BTD: jax.Array, head_DV: jax.Array, *rest: Any) -> tuple[jax.Array, jax.Array]:
+            logp_BT, entropy_BT = form(hidden_BTD, head_DV, *rest)
+            weighted = entropy_weight * entropy_BT.sum() if entropy_weight else 0
+            return logp_BT.sum() + weighted, entropy_BT
 
-        return summed
+        return jax.jit(jax.grad(loss, (0, 1), has_aux=True))
 
-    forms = {"ours": token_logp, "naive": _written_out}
-    programs = {f"{name}_forward": jax.jit(form) for name, form in forms.items()}
-    programs |= {f"{name}_gradients": jax.jit(jax.grad(loss(form), (0, 1))) for name, form in forms.items()}
-    run = {name: functools.partial(program, hidden_BTD, head_DV, target_BT) for name, program in programs.items()}
+    def known_logp(hidden_BTD: jax.Array, head_DV: jax.Array, target_BT: jax.Array, known: TokenScores) -> Any:
+        scores = token_scores(hidden_BTD, head_DV, target_BT, known=known)
+        return scores.logp_BT, scores.entropy_BT
+
+    arguments = (hidden_BTD, head_DV, target_BT)
+    known = jax.jit(token_scores)(*arguments)
+    run: dict[str, Callable[[], Any]] = {}
+    for name, form in {"ours": token_logp, "naive": _written_out}.items():
+        run[f"{name}_forward"] = functools.partial(jax.jit(form), *arguments)
+        run[f"{name}_alone"] = functools.partial(gradients(form, 0), *arguments)
+        run[f"{name}_both"] = functools.partial(gradients(form, 0.01), *arguments)
+    run["ours_measured"] = functools.partial(gradients(known_logp, 0), *arguments, known)
     seconds = in_turns(run, repeat)
-    ratios = {f"ratio_{what}": seconds[f"ours_{what}"] / seconds[f"naive_{what}"] for what in ("forward", "gradients")}
-    return seconds | ratios | {"tokens": tokens, "width": width, "vocabulary": vocabulary}
+    against = {"forward": "forward", "alone": "alone", "measured": "alone", "both": "both"}
+    ratios = {f"ratio_{what}": seconds[f"ours_{what}"] / seconds[f"naive_{than}"] for what, than in against.items()}
+    step = {name: seconds[f"{name}_forward"] for name in ("ours", "naive")}
+    step = (step["ours"] + seconds["ours_measured"]) / (step["naive"] + seconds["naive_alone"])
+    return seconds | ratios | {"ratio_step": step, "tokens": tokens, "width": width, "vocabulary": vocabulary}
 
 
 def attention_time(repeat: int, length: int, sequences: int) -> dict[str, float]:
@@ -184,8 +201,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--what", choices=("memory", "time", "all"), default="all")
     parser.add_argument("--repeat", type=int, default=5, help="turns that are counted")
+    parser.add_argument("--logp", type=int, nargs=3, metavar=("T", "D", "V"), help="log-probs alone, of this size")
     arguments = parser.parse_args()
-    print(json.dumps(rounded(measure(arguments.what, arguments.repeat))))
+    if arguments.logp:
+        print(json.dumps(rounded(logp_time(arguments.repeat, *arguments.logp))))
+    else:
+        print(json.dumps(rounded(measure(arguments.what, arguments.repeat))))
 
 
 if __name__ == "__main__":
