@@ -159,7 +159,7 @@ def _forward(layout, *arguments):
 
 def _backward(layout, kept, cotangents):
     hidden_BTD, head_DV, target_BT, temperature, known, scores = kept
-    # Where nobody asks for the entropy's gradient, as in training, a third of what a chunk does beside its products goes.
+    # Where nobody asks for the entropy's gradient, as in training, what it takes beside the products is left out.
     dlogp_BT, dentropy_BT = (
         None if isinstance(cotangent, SymbolicZero) else cotangent
         for cotangent in (cotangents.logp_BT, cotangents.entropy_BT)
@@ -229,8 +229,9 @@ def _add_up(top_BT, mass_BT, moment_BT, picked_BT):
     return peak_BT, *(lax.psum(part_BT, "tensor") for part_BT in (mass_BT, moment_BT, picked_BT))
 
 
-def _backward_local(layout, hidden_BTD, head_DV, target_BT, temperature, scores, dlogp_BT, dentropy_BT):
+def _backward_local(layout, *kept_and_cotangents):
     """Gradients of one device's rows and columns, float32; a cotangent that is None is zero."""
+    hidden_BTD, head_DV, target_BT, temperature, scores, dlogp_BT, dentropy_BT = kept_and_cotangents
 
     def fold(carry, index):
         dhidden_BTD, dhead_DV = carry

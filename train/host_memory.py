@@ -1,8 +1,8 @@
 """On a CPU, memory that XLA frees stays with the process, so that the next step need not be given it anew.
 
-XLA asks for all temporaries of a program in one piece and gives it back after every call. glibc maps such a piece, and the
-kernel hands out and clears every page of it again: a third of the time of a step that needs 150 MiB. On a GPU or a TPU
-XLA keeps its memory itself, and the host's is for files and queues, which are to shrink again: nothing is set there.
+XLA asks for all temporaries of a program in one piece and gives it back after every call. glibc maps such a piece, and
+the kernel hands out and clears every page of it again: a quarter of the time of a step that needs 150 MiB. On a GPU or
+a TPU XLA keeps its memory itself, and the host's is for files and queues, which are to shrink again: nothing is set.
 """
 
 import ctypes
