@@ -3,7 +3,8 @@
 import dataclasses
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
 import grpc
@@ -131,7 +132,9 @@ class Client:
         """
         request = codec.encode_status_request(follow_seconds, heartbeat_seconds)
         deadline = follow_seconds + self.options.control_seconds
-        return self._stream(self._stub.Status, "Status", request, deadline, codec.decode_status)
+        return self._stream(
+            self._stub.Status, "Status", request, deadline, lambda message: (codec.decode_status(message),)
+        )
 
     def sample(self, request: SampleRequest, model: ModelInfo) -> "Stream[Completion]":
         """Starts a request; its completions come as they finish, each checked.
@@ -144,10 +147,11 @@ class Client:
         """
         check_request(request, model)
 
-        def decode(message: Any) -> Completion:
-            completion = codec.decode_completion(message)
-            check_completion(completion, request, model)
-            return completion
+        def decode(message: Any) -> tuple[Completion, ...]:
+            completions = codec.decode_completions(message)
+            for completion in completions:
+                check_completion(completion, request, model)
+            return completions
 
         message, name = codec.encode_request(request), f"Sample of {request.request_id!r}"
         return self._stream(self._stub.Sample, name, message, self.options.sample_seconds, decode)
@@ -238,7 +242,7 @@ class Client:
             raise Fatal(f"{self._name(name)}: {error}") from error
 
     def _stream(
-        self, method: Callable[..., Any], name: str, request: Any, seconds: float, decode: Callable[[Any], T]
+        self, method: Callable[..., Any], name: str, request: Any, seconds: float, decode: Callable[[Any], Iterable[T]]
     ) -> "Stream[T]":
         try:
             call = method(request, timeout=seconds, metadata=self._metadata)
@@ -269,8 +273,9 @@ def _worth_another_try(error: BaseException) -> bool:
 class Stream(Generic[T]):
     """Answers as they come. Iterate it once; leaving its `with` block, or `cancel` from any thread, ends the call."""
 
-    def __init__(self, call: Any, decode: Callable[[Any], T], name: str, max_message_bytes: int) -> None:
+    def __init__(self, call: Any, decode: Callable[[Any], Iterable[T]], name: str, max_message_bytes: int) -> None:
         self._call = call
+        self._ready: deque[T] = deque()  # of a message that held several
         self._decode = decode
         self._name = name
         self._max_message_bytes = max_message_bytes
@@ -279,15 +284,17 @@ class Stream(Generic[T]):
         return self
 
     def __next__(self) -> T:
-        try:
-            message = next(self._call)
-        except grpc.RpcError as error:
-            raise error_of(error, self._name, self._max_message_bytes) from error
-        try:
-            return self._decode(message)
-        except ValueError as error:
-            self.cancel()
-            raise Fatal(f"{self._name}: {error}") from error
+        while not self._ready:
+            try:
+                message = next(self._call)
+            except grpc.RpcError as error:
+                raise error_of(error, self._name, self._max_message_bytes) from error
+            try:
+                self._ready.extend(self._decode(message))
+            except ValueError as error:
+                self.cancel()
+                raise Fatal(f"{self._name}: {error}") from error
+        return self._ready.popleft()
 
     def cancel(self) -> None:
         """Ends the call; the engine is told."""

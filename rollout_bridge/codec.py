@@ -116,6 +116,21 @@ def encode_completion(completion: Completion) -> pb.Completion:
     )
 
 
+def decode_completions(message: pb.Completion) -> tuple[Completion, ...]:
+    """The completions of a message of `Sample`: its own, and those that travel together with it.
+
+    Raises:
+      ValueError: as `decode_completion`; or one of those brings others of its own.
+    """
+    for other in message.together:
+        if other.together:
+            raise ValueError(
+                f"completion {other.request_id}/{other.member} of engine {other.engine_id}: expected none together "
+                f"with one that is itself together with another, got {len(other.together)}"
+            )
+    return tuple(decode_completion(part) for part in (message, *message.together))
+
+
 def decode_completion(message: pb.Completion) -> Completion:
     """A completion from the wire.
 

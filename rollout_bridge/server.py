@@ -10,7 +10,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent import futures
 from typing import Any
 
@@ -20,10 +20,10 @@ from grpc_reflection.v1alpha import reflection
 
 from rollout_bridge import codec
 from rollout_bridge.checks import check_request
-from rollout_bridge.engine import Engine
+from rollout_bridge.engine import Engine, Gathering
 from rollout_bridge.errors import BridgeError, Busy, Retryable
 from rollout_bridge.lease import LEASE_KEY, NOBODY, Lease, LeaseBook
-from rollout_bridge.messages import EngineStatus, Serving
+from rollout_bridge.messages import Completion, EngineStatus, SampleRequest, Serving
 from rollout_bridge.proto import rollout_pb2_grpc
 from rollout_bridge.push import PushDesk
 from rollout_bridge.transport import (
@@ -39,6 +39,7 @@ from rollout_bridge.transport import (
 )
 
 _FOREVER_SECONDS = 10 * 365 * 86400.0  # gRPC shows a missing deadline as one centuries away
+_TOGETHER_BYTES = 1 << 20  # of completions that share a message: what it costs beside its bytes is nothing then
 _CONTROL_THREADS = 16  # calls that are neither Sample nor Status: short, or one at a time
 
 
@@ -190,10 +191,26 @@ class _Servicer(rollout_pb2_grpc.RolloutBridgeServicer):
             self._must_serve()
             wanted = codec.decode_request(request)
             check_request(wanted, self._engine.model())
-            for completion in self._engine.sample(wanted, cancelled):
-                message = codec.encode_completion(completion)
-                self._must_fit(message.ByteSize(), f"completion {completion.request_id}/{completion.member}")
-                yield message
+            for ready in _sampled(self._engine, wanted, cancelled):
+                yield from self._messages(ready)
+
+    def _messages(self, ready: Sequence[Completion]) -> Iterator[Any]:
+        """Completions in as few messages of a moderate size as hold them."""
+        most = min(_TOGETHER_BYTES, self._options.max_message_bytes // 2)
+        first, size = None, 0
+        for completion in ready:
+            message = codec.encode_completion(completion)
+            bytes_ = message.ByteSize()
+            self._must_fit(bytes_, f"completion {completion.request_id}/{completion.member}")
+            if first is not None and size + bytes_ <= most:
+                first.together.append(message)
+                size += bytes_
+                continue
+            if first is not None:
+                yield first
+            first, size = message, bytes_
+        if first is not None:
+            yield first
 
     def StageWeights(self, request_iterator: Iterator[Any], context: grpc.ServicerContext) -> Any:
         with self._answer(context):
@@ -298,6 +315,13 @@ class _Servicer(rollout_pb2_grpc.RolloutBridgeServicer):
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in ("", codec.SERVICE):
             self.health.set(name, status)
+
+
+def _sampled(engine: Engine, request: SampleRequest, cancelled: threading.Event) -> Iterable[Sequence[Completion]]:
+    """What an engine samples, as many at a time as it can say are there."""
+    if isinstance(engine, Gathering):
+        return engine.sample_ready(request, cancelled)
+    return ((completion,) for completion in engine.sample(request, cancelled))
 
 
 def _facts(status: EngineStatus) -> tuple[Any, ...]:

@@ -6,6 +6,7 @@ it raises that is no `BridgeError` is a defect of the engine: the thread ends, a
 
 import concurrent.futures
 import dataclasses
+import itertools
 import queue
 import threading
 import uuid
@@ -142,6 +143,11 @@ class LocalEngine:
           Retryable: no version serves, or the engine is closed.
           Fatal: the request can never be served, or the engine has failed.
         """
+        for ready in self.sample_ready(request, cancelled):
+            yield from itertools.takewhile(lambda _: not cancelled.is_set(), ready)
+
+    def sample_ready(self, request: SampleRequest, cancelled: threading.Event) -> Iterator[list[Completion]]:
+        """`sample`, with those together that ended together."""
         self._check(request)
         reply: queue.SimpleQueue[Completion | BridgeError] = queue.SimpleQueue()
         tickets = [Ticket(request=request, member=member, reply=reply) for member in request.members]
@@ -149,10 +155,16 @@ class LocalEngine:
         answered = 0
         try:
             while answered < len(tickets) and (answer := self._next(reply, cancelled)):
-                answered += 1
-                if isinstance(answer, BridgeError):
-                    raise answer
-                yield answer
+                answers = [answer]
+                while not reply.empty():  # nobody else takes from it
+                    answers.append(reply.get())
+                answered += len(answers)
+                ready = [one for one in answers if isinstance(one, Completion)]
+                if ready:
+                    yield ready
+                for one in answers:
+                    if isinstance(one, BridgeError):
+                        raise one
         finally:
             if answered < len(tickets):
                 self._commands.put(lambda worker: worker.cancel(tickets))

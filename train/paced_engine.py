@@ -58,9 +58,14 @@ class PacedEngine:
 
     def sample(self, request: SampleRequest, cancelled: threading.Event) -> Iterator[Completion]:
         """The inner engine's completions, not before the request's turn is over."""
+        for ready in self.sample_ready(request, cancelled):
+            yield from ready
+
+    def sample_ready(self, request: SampleRequest, cancelled: threading.Event) -> Iterator[list[Completion]]:
+        """`sample`, all of a request together."""
         completions = list(self._inner.sample(request, cancelled))
         cancelled.wait(self._turn() - time.monotonic())
-        yield from completions
+        yield completions
 
     def stage(self, manifest: Manifest) -> StageSink:
         """The inner engine's."""

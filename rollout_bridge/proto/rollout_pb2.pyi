@@ -116,7 +116,7 @@ class Trace(_message.Message):
     def __init__(self, experts_TLK: _Optional[bytes] = ..., id_bytes: _Optional[int] = ..., rows_T: _Optional[int] = ..., layers_L: _Optional[int] = ..., slots_K: _Optional[int] = ..., first_row: _Optional[int] = ..., version_T: _Optional[_Iterable[_Union[VersionRun, _Mapping]]] = ...) -> None: ...
 
 class Completion(_message.Message):
-    __slots__ = ("request_id", "member", "tokens_T", "behavior_logp_T", "version_T", "trace", "finish", "engine_id", "logprob", "truncated_logp_T")
+    __slots__ = ("request_id", "member", "tokens_T", "behavior_logp_T", "version_T", "trace", "finish", "engine_id", "logprob", "truncated_logp_T", "together")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     TOKENS_T_FIELD_NUMBER: _ClassVar[int]
@@ -127,6 +127,7 @@ class Completion(_message.Message):
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     LOGPROB_FIELD_NUMBER: _ClassVar[int]
     TRUNCATED_LOGP_T_FIELD_NUMBER: _ClassVar[int]
+    TOGETHER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     member: int
     tokens_T: _containers.RepeatedScalarFieldContainer[int]
@@ -137,7 +138,8 @@ class Completion(_message.Message):
     engine_id: str
     logprob: LogprobDefinition
     truncated_logp_T: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, request_id: _Optional[str] = ..., member: _Optional[int] = ..., tokens_T: _Optional[_Iterable[int]] = ..., behavior_logp_T: _Optional[_Iterable[float]] = ..., version_T: _Optional[_Iterable[_Union[VersionRun, _Mapping]]] = ..., trace: _Optional[_Union[Trace, _Mapping]] = ..., finish: _Optional[_Union[Finish, str]] = ..., engine_id: _Optional[str] = ..., logprob: _Optional[_Union[LogprobDefinition, _Mapping]] = ..., truncated_logp_T: _Optional[_Iterable[float]] = ...) -> None: ...
+    together: _containers.RepeatedCompositeFieldContainer[Completion]
+    def __init__(self, request_id: _Optional[str] = ..., member: _Optional[int] = ..., tokens_T: _Optional[_Iterable[int]] = ..., behavior_logp_T: _Optional[_Iterable[float]] = ..., version_T: _Optional[_Iterable[_Union[VersionRun, _Mapping]]] = ..., trace: _Optional[_Union[Trace, _Mapping]] = ..., finish: _Optional[_Union[Finish, str]] = ..., engine_id: _Optional[str] = ..., logprob: _Optional[_Union[LogprobDefinition, _Mapping]] = ..., truncated_logp_T: _Optional[_Iterable[float]] = ..., together: _Optional[_Iterable[_Union[Completion, _Mapping]]] = ...) -> None: ...
 
 class TensorSpec(_message.Message):
     __slots__ = ("name", "dtype", "shape")

@@ -251,3 +251,9 @@ def test_unknown_enum_values_and_empty_parts_are_refused():
         codec.decode_in_flight(pb.IN_FLIGHT_UNSPECIFIED)
     with pytest.raises(ValueError, match="engine e: serving"):
         codec.decode_status(pb.EngineStatus(engine_id="e"))
+
+
+def test_completions_that_travel_together_bring_no_others():
+    inner = pb.Completion(request_id="t1", member=2, together=[pb.Completion(request_id="t1", member=3)])
+    with pytest.raises(ValueError, match=r"completion t1/2 of engine : expected none together"):
+        codec.decode_completions(pb.Completion(request_id="t1", together=[inner]))

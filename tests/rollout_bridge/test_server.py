@@ -50,6 +50,21 @@ def fresh(model, start):
     return engine, start(engine)
 
 
+class Together(FakeEngine):
+    """Says that the first two members are finished together, and the others by themselves."""
+
+    def sample_ready(self, request, cancelled):
+        completions = list(self.sample(request, cancelled))
+        yield completions[:2]
+        yield from ([completion] for completion in completions[2:])
+
+
+def messages_of(channel, server, request):
+    """What a request is answered with, undecoded."""
+    stub: Any = rollout_pb2_grpc.RolloutBridgeStub(channel(server))
+    return list(stub.Sample(codec.encode_request(request), timeout=10))
+
+
 @pytest.fixture
 def channel(stack):
     return lambda server: stack.enter_context(grpc.insecure_channel(server.address))
@@ -673,3 +688,39 @@ def test_the_limits_are_set_on_the_server():
     options = dict(server_options(123))
     assert options["grpc.max_receive_message_length"] == options["grpc.max_send_message_length"] == 123
     assert options["grpc.so_reuseport"] == 0
+
+
+def test_completions_that_are_ready_together_travel_together(model, start, channel, connect, make_request):
+    engine, request = Together(model, version=3), make_request(members=(0, 1, 2))
+    server = start(engine)
+    assert [1 + len(message.together) for message in messages_of(channel, server, request)] == [2, 1]
+    alone = list(connect(start(FakeEngine(model, version=3))).sample(request, model))
+    assert len(alone) == 3
+    together = list(connect(server).sample(request, model))
+    assert [c.member for c in together] == [c.member for c in alone]
+    for mine, reference in zip(together, alone, strict=True):
+        np.testing.assert_array_equal(mine.tokens, reference.tokens)
+        np.testing.assert_array_equal(mine.trace.experts_TLK, reference.trace.experts_TLK)
+
+
+def test_completions_that_are_large_travel_alone(model, start, channel, make_request):
+    request = make_request(members=(0, 1, 2))
+    size = max(
+        len(message.SerializeToString())
+        for message in messages_of(channel, start(FakeEngine(model, version=3)), request)
+    )
+    server = start(Together(model, version=3), options=ServerOptions(max_message_bytes=2 * size))
+    assert [1 + len(message.together) for message in messages_of(channel, server, request)] == [1, 1, 1]
+
+
+def test_a_wrong_completion_among_others_ends_the_stream(model, start, connect, make_request):
+    class Wrong(Together):
+        def sample_ready(self, request, cancelled):
+            first, second = list(self.sample(request, cancelled))
+            yield [first, dataclasses.replace(second, member=first.member + 7)]
+
+    with (
+        connect(start(Wrong(model, version=3))).sample(make_request(), model) as stream,
+        pytest.raises(Fatal, match="member"),
+    ):
+        list(stream)

@@ -68,7 +68,10 @@ def test_values_and_gradients_equal_the_whole_rows_at_any_chunk_and_temperature(
 @pytest.mark.parametrize("which", [0, 1])
 def test_one_result_alone_is_differentiated_like_both_with_the_other_at_zero(which):
     hidden_BTD, head_DV, target_BT, pulls = problem(6)
-    alone = lambda *arrays: (token_logp(*arrays, target_BT, chunk=8)[which] * pulls[which]).sum()  # noqa: E731
+
+    def alone(hidden_BTD, head_DV):
+        return (token_logp(hidden_BTD, head_DV, target_BT, chunk=8)[which] * pulls[which]).sum()
+
     got = jax.jit(jax.grad(alone, (0, 1)))(hidden_BTD, head_DV)
     zeroed = [pull if index == which else np.zeros_like(pull) for index, pull in enumerate(pulls)]
     for mine, reference in zip(got, twin_gradients(hidden_BTD, head_DV, target_BT, 1.0, *zeroed), strict=True):
