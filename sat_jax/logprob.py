@@ -20,7 +20,7 @@ from jax import lax
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.sharding import Mesh
 
-from sat_jax.mesh import spec
+from sat_jax.mesh import gather_over, scatter_over, spec, sum_over
 from sat_jax.shapes import check_shapes
 from sat_jax.types import TokenScores
 
@@ -226,7 +226,7 @@ def _add_up(top_BT, mass_BT, moment_BT, picked_BT):
     shift_BT = top_BT - peak_BT
     moment_BT = jnp.exp(shift_BT) * (moment_BT + shift_BT * mass_BT)
     mass_BT = jnp.exp(shift_BT) * mass_BT
-    return peak_BT, *(lax.psum(part_BT, "tensor") for part_BT in (mass_BT, moment_BT, picked_BT))
+    return peak_BT, *(sum_over(part_BT, "tensor") for part_BT in (mass_BT, moment_BT, picked_BT))
 
 
 def _backward_local(layout, *kept_and_cotangents):
@@ -247,7 +247,7 @@ def _backward_local(layout, *kept_and_cotangents):
         dhidden_BTD += jnp.einsum("btv,dv->btd", dlogit_BTV, part_DV, preferred_element_type=jnp.float32)
         dpart_DV = jnp.einsum("btd,btv->dv", hidden_BTD, dlogit_BTV, preferred_element_type=jnp.float32)
         if layout.gathered > 1:
-            dpart_DV = lax.psum_scatter(dpart_DV, _GATHERED, scatter_dimension=1, tiled=True)
+            dpart_DV = scatter_over(dpart_DV, _GATHERED, axis=1)
         start = _start(layout, head_DV, index)  # columns of an earlier chunk get zero added
         dpart_DV += lax.dynamic_slice_in_dim(dhead_DV, start, layout.chunk, axis=1)
         return (dhidden_BTD, lax.dynamic_update_slice_in_dim(dhead_DV, dpart_DV, start, axis=1)), None
@@ -256,7 +256,7 @@ def _backward_local(layout, *kept_and_cotangents):
     dhidden_BTD, dhead_DV = _each_chunk(fold, zeros, head_DV.shape[1], layout.chunk)
     if layout.mesh is None:
         return dhidden_BTD, dhead_DV
-    return lax.psum(dhidden_BTD, "tensor"), lax.psum(dhead_DV, "data")
+    return sum_over(dhidden_BTD, "tensor"), sum_over(dhead_DV, "data")
 
 
 def _logits(layout, hidden_BTD, head_DV, temperature, index):
@@ -270,7 +270,7 @@ def _logits(layout, hidden_BTD, head_DV, temperature, index):
     fresh_V = column_V >= index * layout.chunk
     if layout.mesh is not None:
         # Every device gives the same columns of its own part; `tensor` counts the parts first, then fsdp, then expert.
-        part_DV = lax.all_gather(part_DV, _GATHERED, axis=1, tiled=True)
+        part_DV = gather_over(part_DV, _GATHERED, axis=1)
         first = (lax.axis_index("tensor") * layout.gathered + jnp.arange(layout.gathered)) * held
         column_V = (first[:, None] + column_V).reshape(-1)
         fresh_V = jnp.tile(fresh_V, layout.gathered)

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 AXES = ("data", "fsdp", "expert", "tensor")
@@ -161,3 +162,21 @@ def check_divides(mesh: Mesh, logical: str, **sizes: int) -> None:
                 f"{name}: expected a multiple of {shards} (mesh: {cut}), got {size}; "
                 f"use a mesh with {' * '.join(axes)} one of {fitting}, or {name} = {-(-size // shards) * shards}"
             )
+
+
+def gather_over(array: jax.Array, axes: str | tuple[str, ...], axis: int = 0) -> jax.Array:
+    """Within `shard_map`: the parts of all devices along mesh axes, one after the other along `axis`.
+
+    This and the two below leave an array alone where the axes hold one device: a CPU would run such a collective.
+    """
+    return array if lax.axis_size(axes) == 1 else lax.all_gather(array, axes, axis=axis, tiled=True)
+
+
+def scatter_over(array: jax.Array, axes: str | tuple[str, ...], axis: int = 0) -> jax.Array:
+    """Within `shard_map`: this device's part along `axis` of the sum over mesh axes."""
+    return array if lax.axis_size(axes) == 1 else lax.psum_scatter(array, axes, scatter_dimension=axis, tiled=True)
+
+
+def sum_over(array: jax.Array, axes: str | tuple[str, ...]) -> jax.Array:
+    """Within `shard_map`: the sum over mesh axes."""
+    return array if lax.axis_size(axes) == 1 else lax.psum(array, axes)

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from sat_jax.mesh import platform, spec
+from sat_jax.mesh import gather_over, platform, scatter_over, spec, sum_over
 from sat_jax.model.blocked import BLOCKED
 from sat_jax.model.dispatch import ExpertGrads, ExpertKernel, ExpertWeights, Routed
 from sat_jax.model.exchange import exchange_backward, exchange_forward
@@ -152,7 +152,7 @@ def _shard_forward(
     whole = _gather_weights(weights, dtype)
     if _exchanges(routed):
         out_nD, executed = exchange_forward(kernel, rows, routed, whole)
-        return lax.psum(out_nD, "tensor").astype(dtype), executed[None]
+        return sum_over(out_nD, "tensor").astype(dtype), executed[None]
     out_ND, executed = kernel.forward(rows, _gather_tokens(routed, weights), whole)
     return _sum_over_experts(out_ND).astype(dtype), executed[None]
 
@@ -164,18 +164,17 @@ def _shard_backward(
     whole, out_grad_nD = _gather_weights(weights, routed.x_ND.dtype), out_grad_nD.astype(routed.x_ND.dtype)
     if _exchanges(routed):
         *tokens, dweights = exchange_backward(kernel, rows, routed, whole, out_grad_nD)
-        dx_nD, dweight_nK = (lax.psum(grad, "tensor") for grad in tokens)
+        dx_nD, dweight_nK = (sum_over(grad, "tensor") for grad in tokens)
     else:
-        out_grad_ND = lax.all_gather(out_grad_nD, "expert", tiled=True)
+        out_grad_ND = gather_over(out_grad_nD, "expert")
         *tokens, dweights = kernel.backward(rows, _gather_tokens(routed, weights), whole, out_grad_ND)
         dx_nD, dweight_nK = (_sum_over_experts(grad) for grad in tokens)
-    scatter = functools.partial(lax.psum_scatter, axis_name="fsdp", tiled=True)
     reduced = ExpertWeights(
-        gate_EDF=scatter(dweights.gate_EDF, scatter_dimension=1),
-        up_EDF=scatter(dweights.up_EDF, scatter_dimension=1),
-        down_EFD=scatter(dweights.down_EFD, scatter_dimension=2),
+        gate_EDF=scatter_over(dweights.gate_EDF, "fsdp", axis=1),
+        up_EDF=scatter_over(dweights.up_EDF, "fsdp", axis=1),
+        down_EFD=scatter_over(dweights.down_EFD, "fsdp", axis=2),
     )
-    dweights = jax.tree.map(lambda grad: lax.psum(grad, "data"), reduced)
+    dweights = jax.tree.map(lambda grad: sum_over(grad, "data"), reduced)
     return dx_nD, dweight_nK, dweights
 
 
@@ -186,12 +185,12 @@ def _exchanges(routed: Routed) -> bool:
 
 def _sum_over_experts(array: jax.Array) -> jax.Array:
     """Sums over the shards that hold other experts or another part of their width; each keeps its own tokens."""
-    return lax.psum(lax.psum_scatter(array, "expert", scatter_dimension=0, tiled=True), "tensor")
+    return sum_over(scatter_over(array, "expert"), "tensor")
 
 
 def _gather_tokens(routed: Routed, weights: ExpertWeights) -> Routed:
     """The tokens of all shards of `expert`, their ids counted from this shard's first expert."""
-    whole = jax.tree.map(lambda array: lax.all_gather(array, "expert", tiled=True), routed)
+    whole = jax.tree.map(lambda array: gather_over(array, "expert"), routed)
     first = lax.axis_index("expert") * weights.gate_EDF.shape[0]
     return dataclasses.replace(whole, ids_NK=whole.ids_NK - first)
 
@@ -200,7 +199,7 @@ def _gather_weights(weights: ExpertWeights, dtype: jnp.dtype) -> ExpertWeights:
     """This shard's experts at full width."""
 
     def gather(weight: jax.Array, axis: int) -> jax.Array:
-        return lax.all_gather(weight.astype(dtype), "fsdp", axis=axis, tiled=True)
+        return gather_over(weight.astype(dtype), "fsdp", axis)
 
     return ExpertWeights(
         gate_EDF=gather(weights.gate_EDF, 1), up_EDF=gather(weights.up_EDF, 1), down_EFD=gather(weights.down_EFD, 2)
