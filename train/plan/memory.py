@@ -30,7 +30,7 @@ class Resident:
       reference: frozen weights of the k3 term; 0 without.
       routes: experts to replay, of all microbatches of the step.
       tokens: all other arrays of the microbatches.
-      scores: log-probs and mismatches that are kept from one program for another, of all microbatches.
+      scores: log-probs and the like that are kept from one program for another, of all microbatches.
     """
 
     parameters: int
@@ -65,7 +65,8 @@ def resident(state: TrainState, micro: TokenBatch, config: RunConfig, load: Load
     parameters = shard_bytes(state.params)
     routes = shard_bytes(micro.trace.experts_LBTK)
     measures = objective.needs_measure and load.microbatches > 1
-    kept = measures + objective.needs_reference + objective.needs_proximal
+    # Of a batch that is measured: the mismatch, and the log-prob, entropy and normaliser that the gradient takes again.
+    kept = 4 * measures + objective.needs_reference + objective.needs_proximal
     return Resident(
         parameters=parameters,
         optimizer=shard_bytes(state.opt_state),

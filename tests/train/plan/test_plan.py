@@ -55,7 +55,7 @@ def test_what_lives_between_programs_is_what_a_hand_counts(plan):
     assert held.routes == 2 * 2 * positions  # layers, slots; a byte each
     # input, target, segment, position, log-prob, advantage, lag; two masks.
     assert held.tokens == (7 * 4 + 2) * positions
-    assert held.scores == 2 * 4 * positions
+    assert held.scores == 5 * 4 * positions  # four of the measured batch, and the reference's log-prob
 
 
 def test_the_fullest_moment_is_at_least_what_lives_through_it(plan):
@@ -78,8 +78,9 @@ def test_executed_flops_of_the_parts_without_blocks_are_what_a_hand_counts(plan)
     positions = 5 * 52 * 45
     # Four passes over the router forward, one again, and two products backward: forward 3, again 1, backward 2.
     assert executed["router"] == 2 * 2 * positions * 64 * 4 * (3 + 1 + 2)
-    # Log-probs: forward three times; backward the logits again and two products.
-    assert executed["logprob"] == 2 * positions * 64 * 14 * (3 + 1 + 2)
+    # Log-probs: forward twice, measuring and by the reference; the gradient takes what was measured, and backward the
+    # logits again and two products.
+    assert executed["logprob"] == 2 * positions * 64 * 14 * (2 + 1 + 2)
     linear = 2 * positions * 64 * 16 * 2 * (4 + 2)
     whole = 4 * 4 * 16 * positions * 45
     # Projections: forward 3, again 1, backward 2. Rows are attended whole: scores and values forward 3 times, scores
