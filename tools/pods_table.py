@@ -1,10 +1,12 @@
 """Writes the table of docs/pods.md: what every 30B config needs on its machine, by `sat-jax plan`.
 
-    .venv-plan/bin/python -m tools.pods_table      (hours, unless runs/plan-cache holds the programs)
+    .venv-plan/bin/python -m tools.pods_table [PART ...]     (hours, unless runs/plan-cache holds the programs)
 
-A config that cannot be planned here ends it, with nothing written.
+With parts, only the configs whose names hold one of them are planned anew: the GPU ones want another environment than
+the TPU ones (docs/pods.md). A config that cannot be planned here ends it, with the page as it was.
 """
 
+import argparse
 import os
 from pathlib import Path
 from typing import Any
@@ -31,18 +33,23 @@ _COLUMNS = (
 
 
 def main() -> None:
-    """Plans them all and puts the table into the page."""
+    """Plans what was asked for and puts it into the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help="of the configs' names; none = all")
+    parts = parser.parse_args().parts
     # Read when JAX or libtpu first start, as by `sat-jax plan`.
     os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     from train.config import load
     from train.plan import PlanOptions, make_plan
 
-    rows = []
+    rows = {}
     for name, topology in topologies().items():
+        if parts and not any(part in name for part in parts):
+            continue
         options = PlanOptions(topology=topology, cache=CONFIGS.parent / "runs" / "plan-cache")
         plan = make_plan(load(CONFIGS / name), options, lambda line: print(line, flush=True))
-        rows.append(line((Path(name).stem, *cells(plan))))
-        print(rows[-1], flush=True)
+        rows[Path(name).stem] = line((Path(name).stem, *cells(plan)))
+        print(rows[Path(name).stem], flush=True)
     PAGE.write_text(replaced(PAGE.read_text(), rows))
 
 
@@ -51,19 +58,23 @@ def line(cells: tuple[str, ...]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def replaced(page: str, rows: list[str]) -> str:
-    """The page with these rows between its marks."""
+def replaced(page: str, rows: dict[str, str]) -> str:
+    """The page with these rows, by config, between its marks; rows of other configs stay."""
     before, rest = page.split(BEGIN)
-    _, after = rest.split(END)
-    table = [BEGIN, "", line(_COLUMNS), "|" + "---|" * len(_COLUMNS), *rows, "", END]
+    old, after = rest.split(END)
+    known = {row.split(" | ")[0].removeprefix("| "): row for row in old.splitlines() if row.startswith("| qwen3")}
+    known |= rows
+    kept = [known[name] for name in (Path(config).stem for config in topologies()) if name in known]
+    table = [BEGIN, "", line(_COLUMNS), "|" + "---|" * len(_COLUMNS), *kept, "", END]
     return before + "\n".join(table) + after
 
 
 def cells(plan: Any) -> tuple[str, ...]:
     """The columns after the config's name; memory at worst lengths, the rest at mean lengths, balanced routing."""
-    cost = plan.cost("mean", "balanced")
-    load = plan.loads[-1]
-    known = cost.seconds is not None and plan.chip.flops is not None
+    cost, load = plan.cost("mean", "balanced"), plan.loads[-1]
+    peak, seconds, mfu = plan.chip.flops, "not known", "not known"
+    if cost.seconds is not None and peak is not None:
+        seconds, mfu = f"{cost.seconds:.1f}", f"{cost.useful / (peak * cost.seconds):.2f}"
     return (
         plan.topology,
         f"{load.rows} x {load.row_length}",
@@ -72,8 +83,8 @@ def cells(plan: Any) -> tuple[str, ...]:
         f"{100 * plan.spare:.0f} %" if plan.fits else "does not fit",
         plan.fullest.name,
         f"{cost.ratio:.2f}",
-        f"{cost.seconds:.1f}" if known else "not known",
-        f"{cost.useful / (plan.chip.flops * cost.seconds):.2f}" if known else "not known",
+        seconds,
+        mfu,
         cost.binding,
         f"{sum(program.compiled.seconds for program in plan.programs):.0f}",
     )

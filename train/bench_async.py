@@ -1,11 +1,16 @@
 """`sat-jax bench async`: what asynchrony gains, on one machine, with an engine slowed to the trainer's pace.
 
-Real runs of a config in processes of their own: a synchronous one with the engine at full speed says how long the
-trainer alone takes for a step; then, with an engine that takes as long for a step's prompts, synchronous and bounded
-runs take turns, so that a machine that is slow for a while is slow for both. Two is the most that overlap can give.
+Real runs of a config in processes of their own, three kinds in turns, so that a machine that is slow for a while is
+slow for all. A bounded one with the engine at full speed says how long the trainer takes for a step when it never waits
+for samples: its pace. With an engine that takes as long for a step's prompts follow a synchronous and a bounded run.
+Two is the most that overlap can give.
 A stand-in engine costs next to no processor time, so that its pace is the pace that was set, also on a busy machine.
+
+Trainer and engine have devices of their own in a real run. Here each has half of the cores, in every run alike: else
+one takes the other's processor time as soon as both have something to do, and what overlaps is not faster.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -13,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +60,8 @@ class Result:
     """What was measured.
 
     Attributes:
-      trainer: seconds that the trainer alone takes for a step, its publication included, and the engine for a step's
-        prompts, by round.
+      trainer: seconds that the trainer takes for a step when samples are always there, receiving them and publishing
+        included; and the engine for a step's prompts; by round.
       synchronous, bounded: mean seconds of a step, by round.
       max_lag: the greatest lag that a bounded run trained on.
     """
@@ -80,19 +85,18 @@ def measure(options: Options) -> Result:
     """
     with tempfile.TemporaryDirectory(prefix="bench-async-") as name:
         bench = _Bench(Path(name), options)
-        alone = bench.run("pace", "schedule.lag=0", pace=0.0)
-        trainers, synchronous, bounded, lags = [_trainer(alone)], [], [], []
+        trainers, synchronous, bounded, lags = [], [], [], []
+        settings = ("schedule.mode=bounded", f"schedule.max_lag={options.max_lag}")
         for number in range(options.rounds):
+            trainers.append(_mean(bench.run(f"pace-{number}", *settings, pace=0.0), "seconds/step"))
             pace = trainers[-1] / bench.config.batch.groups_per_step
             rows = bench.run(f"synchronous-{number}", "schedule.lag=0", pace=pace)
             synchronous.append(_mean(rows, "seconds/step"))
-            trainers.append(_trainer(rows))  # on a machine that others use, the next round's pace is the latest one
-            settings = ("schedule.mode=bounded", f"schedule.max_lag={options.max_lag}")
             rows = bench.run(f"bounded-{number}", *settings, pace=pace)
             bounded.append(_mean(rows, "seconds/step"))
             lags.append(max(row["lag/max"] for row in rows))
     return Result(
-        trainer=tuple(trainers[:-1]), synchronous=tuple(synchronous), bounded=tuple(bounded), max_lag=int(max(lags))
+        trainer=tuple(trainers), synchronous=tuple(synchronous), bounded=tuple(bounded), max_lag=int(max(lags))
     )
 
 
@@ -141,10 +145,14 @@ class _Bench:
             seconds_per_request=pace,
             stand_in=self._options.stand_in,
         )
-        with LocalEngineProcess(process) as served:
+        first, second = _halves()
+        with contextlib.ExitStack() as stack:
+            with _on(second):
+                served = stack.enter_context(LocalEngineProcess(process))
             path = self._folder / f"{name}.toml"
             path.write_text(to_toml(self._load(name, served.endpoint, *settings)))
-            self._train(path)
+            with _on(first):
+                self._train(path)
         return read_lines(self._folder / name / METRICS)[_SKIPPED:]
 
     def _load(self, name: str, endpoint: str, *settings: str) -> RunConfig:
@@ -160,10 +168,25 @@ class _Bench:
             raise ValueError(f"bench: expected {config.stem} to end well, got {done.stderr[-2000:]}")
 
 
-def _trainer(rows: Sequence[dict[str, Any]]) -> float:
-    """Seconds of a synchronous step without its samples: it waits for those from the end of its publication on."""
-    published = _mean(rows, "publish/seconds_stage") + _mean(rows, "publish/seconds_commit")
-    return _mean(rows, "seconds/step") - _mean(rows, "seconds/collect") + published
+def _halves() -> tuple[set[int], set[int]]:
+    """The cores of trainer and engine; both have all of them where there is one, or where a process cannot be kept."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    half = len(cores) // 2
+    return (set(cores[:half]), set(cores[half:])) if half else (set(cores), set(cores))
+
+
+@contextlib.contextmanager
+def _on(cores: set[int]) -> Iterator[None]:
+    """What is started within stays on these cores."""
+    if not cores:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def _mean(rows: Sequence[dict[str, Any]], name: str) -> float:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
-from tensorboardX.summary import scalar
+from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Board:
@@ -34,9 +34,9 @@ class Board:
         Raises:
           OSError: the file could not be written, for example to a full disk.
         """
-        for name, value in values.items():
-            if value is not None:
-                self._write(step, summary=scalar(name, value))
+        # One event holds them all: tensorboardX's own, of one scalar each, took a fifth of the quickstart's step.
+        known = {name: value for name, value in values.items() if value is not None}
+        self._write(step, summary=Summary(value=[Summary.Value(tag=t, simple_value=v) for t, v in known.items()]))
         self._writer.flush()
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ come in) and `publish` (weights go out); a failure of either reaches the loop at
 
 import contextlib
 import dataclasses
+import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -232,6 +233,10 @@ class Run:
         if not isinstance(self.flow, BatchWise) and evaluates:
             self._evaluate(version)  # beside the training samples: nothing waits for it
 
+    @functools.cached_property
+    def _learning_rate(self) -> Callable[[int], jax.Array]:
+        return jax.jit(self.config.optim.learning_rate())  # operation by operation it took a twentieth of a small step
+
     def write(self, version: int, done: StepReport, minibatch: Minibatch) -> None:
         """Records a step, and checks that no prompt is lost or counted twice.
 
@@ -250,7 +255,7 @@ class Run:
             **verifier_metrics(self.problem.verifier),
             **(published.metrics() if published else {}),
             **seen,
-            "learning_rate": float(np.asarray(self.config.optim.learning_rate()(version - 1))),
+            "learning_rate": float(self._learning_rate(version - 1)),
             "compiles": float(self.compiles.count),
             "lag/masked": float(minibatch.masked),
         }
