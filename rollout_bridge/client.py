@@ -296,6 +296,11 @@ class Stream(Generic[T]):
                 raise Fatal(f"{self._name}: {error}") from error
         return self._ready.popleft()
 
+    @property
+    def pending(self) -> int:
+        """How many answers have come and were not iterated yet."""
+        return len(self._ready)
+
     def cancel(self) -> None:
         """Ends the call; the engine is told."""
         self._call.cancel()

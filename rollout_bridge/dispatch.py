@@ -174,7 +174,7 @@ class SampleCall:
         self._missing = {(request.request_id, member) for request in requests for member in request.members}
         self._streams: set[Stream[Completion]] = set()
         self._cancelled = threading.Event()
-        self._arrived: queue.SimpleQueue[Completion | Exception] = queue.SimpleQueue()
+        self._arrived: queue.SimpleQueue[list[Completion] | Exception] = queue.SimpleQueue()
 
     def completions(self) -> Iterator[Completion]:
         """Each wanted completion once, as they arrive.
@@ -187,7 +187,7 @@ class SampleCall:
         try:
             for task in self._tasks:
                 self._submit(task)
-            for _ in range(wanted):
+            while wanted:
                 try:
                     item = self._arrived.get(timeout=limit)
                 except queue.Empty:
@@ -196,7 +196,8 @@ class SampleCall:
                     ) from None
                 if isinstance(item, Exception):
                     raise item
-                yield item
+                wanted -= len(item)
+                yield from item
         finally:
             self.cancel()
 
@@ -236,39 +237,50 @@ class SampleCall:
 
     def _stream(self, endpoint: Endpoint, task: _Task) -> None:
         request = task.ask()
+        whole: list[Completion] = []
         with endpoint.client.sample(request, self._model) as stream, self._registered(stream):
-            for completion in stream:
-                endpoint.admit(completion)
-                self._take(task, completion)
+            try:
+                for completion in stream:
+                    endpoint.admit(completion)
+                    whole += self._take(task, completion)
+                    if not stream.pending:  # those of a message wake the caller once
+                        self._deliver(whole)
+                        whole = []
+            finally:
+                self._deliver(whole)
         if task.members:
             raise Retryable(
                 f"sample of {request.request_id!r} at {endpoint.address}: expected members {request.members}, the "
                 f"stream ended without tokens of {sorted(task.members)}"
             )
 
-    def _take(self, task: _Task, completion: Completion) -> None:
+    def _take(self, task: _Task, completion: Completion) -> list[Completion]:
+        """Takes in what a task was answered; returns it if that makes its member whole."""
         if completion.member not in task.members:
             self._counts.add("duplicates")
-            return
+            return []
         if completion.finish is Finish.ABORT and not len(completion.tokens):
-            return  # nothing gained: it stays missing
+            return []  # nothing gained: it stays missing
         task.members.remove(completion.member)
         task.failures = 0
         parts = [*task.parts, completion]
         if completion.finish is Finish.ABORT:
             self._counts.add("continued")
             self._submit(_Task(request=task.request, members={completion.member}, parts=parts))
-            return
+            return []
         try:
-            self._deliver(stitch(task.request, parts))
+            return [stitch(task.request, parts)]
         except ValueError as error:
             raise Fatal(str(error)) from error
 
-    def _deliver(self, completion: Completion) -> None:
+    def _deliver(self, completions: list[Completion]) -> None:
+        if not completions:
+            return
         with self._lock:
-            self._missing.remove((completion.request_id, completion.member))
-        self._counts.add("completions")
-        self._arrived.put(completion)
+            for completion in completions:
+                self._missing.remove((completion.request_id, completion.member))
+        self._counts.add("completions", len(completions))
+        self._arrived.put(completions)
 
     def _try_again(self, task: _Task, endpoint: Endpoint, error: Retryable) -> None:
         if self._cancelled.is_set():

@@ -4,10 +4,9 @@ Real runs of a config in processes of their own, three kinds in turns, so that a
 slow for all. A bounded one with the engine at full speed says how long the trainer takes for a step when it never waits
 for samples: its pace. With an engine that takes as long for a step's prompts follow a synchronous and a bounded run.
 Two is the most that overlap can give.
-A stand-in engine costs next to no processor time, so that its pace is the pace that was set, also on a busy machine.
-
 Trainer and engine have devices of their own in a real run. Here each has half of the cores, in every run alike: else
-one takes the other's processor time as soon as both have something to do, and what overlaps is not faster.
+one takes the other's processor time as soon as both have something to do, and what overlaps is not faster. A stand-in
+engine costs next to no processor time, as if it were elsewhere: then the trainer has the machine.
 """
 
 import contextlib
@@ -145,7 +144,7 @@ class _Bench:
             seconds_per_request=pace,
             stand_in=self._options.stand_in,
         )
-        first, second = _halves()
+        first, second = (set(), set()) if self._options.stand_in else _halves()
         with contextlib.ExitStack() as stack:
             with _on(second):
                 served = stack.enter_context(LocalEngineProcess(process))
