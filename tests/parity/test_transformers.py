@@ -75,9 +75,9 @@ def run(policy, input_BT: np.ndarray, target_BT: np.ndarray, weight_BT: np.ndarr
     }
 
 
-def assert_close(got, expected, name: str) -> None:
+def assert_close(got, expected, name: str, tolerance: float = TOLERANCE) -> None:
     worst = np.abs(np.asarray(got, np.float64) - expected).max() / np.abs(expected).max()
-    assert worst <= TOLERANCE, f"{name}: {worst:.2e} of the largest number"
+    assert worst <= tolerance, f"{name}: {worst:.2e} of the largest number"
 
 
 def same_bits(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> None:
@@ -95,18 +95,24 @@ def test_numbers_routes_and_gradients_are_transformers(oracle, config):
     input_BT, target_BT = draw.integers(0, config.vocab_size, (2, 2 * ROWS, LENGTH))
     weight_BT = draw.normal(size=input_BT.shape).astype(np.float32)
     expected = oracle.run(model, input_BT, target_BT, weight_BT)
+    exact = oracle.run(model.double(), input_BT, target_BT, weight_BT.astype(np.float64))
     got = run(policy, input_BT, target_BT, weight_BT)
 
     assert len(got["routes"]) == len(expected["routes"]) == config.moe_layers
     for ours, theirs in zip(got["routes"], expected["routes"], strict=True):
         np.testing.assert_array_equal(np.sort(ours, -1), np.sort(theirs, -1))
         assert len(np.unique(ours)) >= config.experts - 1  # with one expert a token, one of many stays empty
-    assert_close(got["logits"], expected["logits"], "logits")
-    assert_close(got["logp"], expected["logp"], "logp")
     assert got["gradients"].keys() == expected["gradients"].keys()
-    for name, gradient in expected["gradients"].items():
-        assert np.abs(gradient).max() > 0, name
-        assert_close(got["gradients"][name], gradient, name)
+    flat = lambda found: {"logits": found["logits"], "logp": found["logp"], **found["gradients"]}  # noqa: E731
+    got, expected, exact = flat(got), flat(expected), flat(exact)
+    for name, truth in exact.items():
+        assert np.abs(truth).max() > 0, name
+        # In float32 transformers is itself up to 9e-6 from what it gives in float64, more or less on another CPU. Asked
+        # of us is 1e-5 from the truth, and no more than that beyond its own error from its float32.
+        assert_close(got[name], truth, name)
+        own = np.abs(expected[name] - truth).max() / np.abs(truth).max()
+        assert own <= 2e-5, name
+        assert_close(got[name], expected[name], f"{name}, in float32", TOLERANCE + own)
 
 
 def per_expert(config: PolicyConfig, fused: dict[str, np.ndarray]):
