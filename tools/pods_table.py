@@ -11,9 +11,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tools.make_configs import CONFIGS, topologies
-
-PAGE = CONFIGS.parent / "docs" / "pods.md"
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "pods.md"
 BEGIN, END = "<!-- by tools/pods_table.py -->", "<!-- end of the table -->"
 _GIB = 2**30
 _COLUMNS = (
@@ -37,8 +36,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help="of the configs' names; none = all")
     parts = parser.parse_args().parts
-    # Read when JAX or libtpu first start, as by `sat-jax plan`.
+    # Read when JAX is imported or libtpu starts, as by `sat-jax plan`: hence the imports below it.
     os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    from tools.make_configs import CONFIGS, topologies
     from train.config import load
     from train.plan import PlanOptions, make_plan
 
@@ -46,7 +46,7 @@ def main() -> None:
     for name, topology in topologies().items():
         if parts and not any(part in name for part in parts):
             continue
-        options = PlanOptions(topology=topology, cache=CONFIGS.parent / "runs" / "plan-cache")
+        options = PlanOptions(topology=topology, cache=ROOT / "runs" / "plan-cache")
         plan = make_plan(load(CONFIGS / name), options, lambda line: print(line, flush=True))
         rows[Path(name).stem] = line((Path(name).stem, *cells(plan)))
         print(rows[Path(name).stem], flush=True)
@@ -60,6 +60,8 @@ def line(cells: tuple[str, ...]) -> str:
 
 def replaced(page: str, rows: dict[str, str]) -> str:
     """The page with these rows, by config, between its marks; rows of other configs stay."""
+    from tools.make_configs import topologies
+
     before, rest = page.split(BEGIN)
     old, after = rest.split(END)
     known = {row.split(" | ")[0].removeprefix("| "): row for row in old.splitlines() if row.startswith("| qwen3")}
