@@ -108,11 +108,12 @@ def test_numbers_routes_and_gradients_are_transformers(oracle, config):
     for name, truth in exact.items():
         assert np.abs(truth).max() > 0, name
         # In float32 transformers is itself up to 9e-6 from what it gives in float64, more or less on another CPU. Asked
-        # of us is 1e-5 from the truth, and no more than that beyond its own error from its float32.
+        # of us is 1e-5 from the truth, and from its float32, too, but where its own error is more than half of that.
         assert_close(got[name], truth, name)
         own = np.abs(expected[name] - truth).max() / np.abs(truth).max()
         assert own <= 2e-5, name
-        assert_close(got[name], expected[name], f"{name}, in float32", TOLERANCE + own)
+        limit = TOLERANCE if own <= TOLERANCE / 2 else TOLERANCE + own
+        assert_close(got[name], expected[name], f"{name}, in float32", limit)
 
 
 def per_expert(config: PolicyConfig, fused: dict[str, np.ndarray]):
