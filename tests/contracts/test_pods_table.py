@@ -8,11 +8,10 @@ from tools.pods_table import BEGIN, END, PAGE, line, replaced
 STEMS = [Path(name).stem for name in topologies()]
 
 
-def test_every_row_is_of_a_30b_config_that_fits():
+def test_every_30b_config_has_a_row_and_fits():
     table = PAGE.read_text().split(BEGIN)[1].split(END)[0]
     rows = {row.split(" | ")[0].removeprefix("| "): row for row in table.splitlines() if row.startswith("| qwen3")}
-    assert rows
-    assert list(rows) == [name for name in STEMS if name in rows]
+    assert list(rows) == STEMS
     for row in rows.values():
         assert row.split(" | ")[5].endswith(" %"), row
 
