@@ -110,7 +110,7 @@ class Endpoint:
         self._leaving = threading.Event()
         self._pause = _RECONNECT_SECONDS[0]
         self._watch: Stream[EngineStatus] | None = None
-        self._missed = True  # it was said that it does not answer; before its first answer nobody need be told
+        self._missed = True  # it was said that it does not answer; before it first serves nobody need be told
         self._left: Stream[EngineStatus] | None = None  # the watch that we ended ourselves, to look again
         self._thread = threading.Thread(target=self._live, name=f"fleet-{self.address}", daemon=True)
 
@@ -278,6 +278,7 @@ class Endpoint:
                 self._know(engine_id)
                 self._verified.add(published.version)
                 self._confirmed = published.version
+                self._missed = False  # it serves; the watch may see it again only once it is lost
             return report
         finally:
             self._settled.set()

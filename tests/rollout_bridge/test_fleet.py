@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollout_bridge import ClientOptions, Fatal, Finish, Fleet, FleetOptions, InFlight, Retryable, serve
+from rollout_bridge import ClientOptions, Fatal, Finish, Fleet, FleetOptions, InFlight, Retryable, ServerOptions, serve
 from rollout_bridge.checks import check_completion
 from rollout_bridge.endpoint import State
 from rollout_bridge.engines.fake import FakeEngine, Fault
@@ -392,6 +392,27 @@ def test_a_lost_engine_has_its_members_asked_for_elsewhere(model, start, gather,
     assert all(same(c, sampled(model, 1, _of(requests, c))[c.member]) for c in completions)
     assert fleet.status()[servers[0].address].state is State.LOST
     assert fleet.counts()["lost"] == 1
+
+
+def test_an_engine_that_is_lost_as_soon_as_it_serves_is_told(model, start, gather, monkeypatch):
+    """The fleet's watch looks again after a commit; here it finds nobody."""
+    engine, told = FakeEngine(model), []
+    server = start(engine, options=ServerOptions(poll_seconds=60.0))  # nor did it hear of it
+    fleet = gather(server, client=QUICK, on_event=lambda kind, _text: told.append(kind))
+    client = fleet._endpoints[0].client
+    original = client.commit
+
+    def last(*arguments, **options):
+        reply = original(*arguments, **options)
+        server.stop(0.0)
+        return reply
+
+    monkeypatch.setattr(client, "commit", last)
+    publish(fleet, model, 1)
+    eventually(lambda: told)
+    start(engine, server.address)
+    eventually(lambda: len(told) > 1)
+    assert told == ["lost", "ready"]
 
 
 def _of(requests, completion):

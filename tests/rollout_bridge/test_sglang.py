@@ -568,19 +568,17 @@ def test_the_staging_folder_is_for_nobody_else(both, tmp_path):
 
 def test_a_server_that_stays_away_is_told_once_and_asked_ever_more_rarely(both, start, stack):
     server, engine = both
-    fleet = stack.enter_context(Fleet([start(engine).address], options=FleetOptions(heartbeat_seconds=0.05)))
+    tried = []
+    options = FleetOptions(heartbeat_seconds=0.05, on_lost=lambda _endpoint: tried.append(time.monotonic()))
+    fleet = stack.enter_context(Fleet([start(engine).address], options=options))
     fleet.wait_ready(5.0)
     weights = fake_weights(MODEL, 4)
     fleet.publish(weights, fake_probe(weights, MODEL), InFlight.RETRACT)
-    original, asked = server.model_info, []
-
-    def away(body):
-        asked.append(time.monotonic())
-        return 503
-
-    server.model_info = away
+    original = server.model_info
+    server.model_info = lambda _body: 503
     eventually(lambda: engine.status().version == -1)
-    time.sleep(2.0)
+    eventually(lambda: len(tried) == 6)
+    assert all(pause >= 0.05 * 2**number for number, pause in enumerate(np.diff(tried)))
     assert fleet.counts().get("republish", 0) == 0
     assert fleet.counts()["lost"] == 1
     server.model_info = original
