@@ -48,7 +48,7 @@ def gather(stack):
 
     def begin(*servers, **options):
         fleet = stack.enter_context(Fleet([server.address for server in servers], options=FleetOptions(**options)))
-        fleet.wait_ready(10.0)
+        fleet.wait_ready(30.0)
         return fleet
 
     return begin
@@ -95,5 +95,5 @@ def both(sglang, attach):
     """A server and an engine that has found it; each file attaches its own kind."""
     server = sglang()
     engine = attach(server)
-    engine.connect(5.0)
+    engine.connect(30.0)
     return server, engine

@@ -28,7 +28,7 @@ def spawn(stack):
         )
         assert process.stdout is not None
         stack.callback(process.stdout.close)
-        stack.callback(process.wait, 10)
+        stack.callback(process.wait, 30)
         stack.callback(process.kill)
         line = process.stdout.readline()
         found = re.fullmatch(r"rollout-bridge: engine (fake-\w+) listens on (\S+)\n", line)
@@ -44,7 +44,7 @@ def test_it_serves_until_sigterm(spawn, model):
         assert client.model() == model
         assert client.status().version == 3
     process.send_signal(signal.SIGTERM)
-    assert process.wait(10) == 0
+    assert process.wait(30) == 0
 
 
 def test_a_fleet_survives_sigkill_of_the_process(spawn, model, make_request):
@@ -59,14 +59,14 @@ def test_a_fleet_survives_sigkill_of_the_process(spawn, model, make_request):
     processes, seen = [process], []
     options = FleetOptions(on_lost=restart, max_streams=2, client=ClientOptions(attempts=1))
     with Fleet([address], options=options) as fleet:
-        fleet.wait_ready(10)
+        fleet.wait_ready(30.0)
         fleet.publish(weights, fake_probe(weights, model), InFlight.FINISH)
         for completion in fleet.sample(requests):
             seen.append((completion.request_id, completion.member))
             assert set(completion.version.tolist()) == {2}
             if len(seen) == 2:
                 process.kill()
-                process.wait(10)
+                process.wait(30)
     assert sorted(seen) == sorted((f"t{i}", member) for i in range(8) for member in (0, 1))
     assert len(processes) == 2
 
@@ -128,7 +128,7 @@ from rollout_bridge.engines.fake_model import fake_model, fake_probe, fake_weigh
 model = fake_model()
 weights = fake_weights(model, 1)
 with serve(FakeEngine(model), "127.0.0.1:0") as server, Fleet([server.address]) as fleet:
-    fleet.wait_ready(10)
+    fleet.wait_ready(30.0)
     print(fleet.publish(weights, fake_probe(weights, model), InFlight.FINISH).mean_abs, "jax" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)

@@ -10,6 +10,7 @@ from rollout_bridge import Client, ClientOptions, Fatal, InFlight, Retryable, Se
 from rollout_bridge.engines.fake import FakeEngine, Fault
 from rollout_bridge.engines.fake_model import fake_probe, fake_weights
 from rollout_bridge.messages import Staged
+from tests.rollout_bridge.standing import Standing
 
 
 def test_it_sees_the_model_and_samples(serving, connect, model, make_request):
@@ -138,12 +139,11 @@ def test_any_chunk_size_carries_a_push(size, model, start, connect):
 
 
 def test_pause_resume_abort_reach_the_engine(model, start, connect, make_request):
-    engine = FakeEngine(model, version=3, seconds_per_token=0.02)
+    engine = Standing(model, version=3)
     client = connect(start(engine))
     with client.sample(make_request(length=100, stop=()), model) as stream:
-        while not engine.status().running:
+        while not engine.standing:
             time.sleep(0.01)
-        time.sleep(0.1)
         client.abort(("other",))
         assert engine.status().running == 1
         client.abort(("t0",))

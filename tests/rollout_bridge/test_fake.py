@@ -11,13 +11,15 @@ from rollout_bridge import Engine, Fatal, Finish, InFlight, Retryable, Serving
 from rollout_bridge.checks import check_completion
 from rollout_bridge.engines.fake import FakeEngine
 from rollout_bridge.engines.fake_model import fake_logp, fake_probe, fake_routes, fake_weights, fingerprint
+from tests.rollout_bridge.standing import Standing
 
 
 @pytest.fixture
 def engine(model):
-    slow: Engine = FakeEngine(model, version=3, seconds_per_token=0.01)
-    yield slow
-    slow.close()
+    engine = Standing(model, version=3)
+    conforming: Engine = engine
+    yield engine
+    conforming.close()
 
 
 def stage(engine, weights):
@@ -43,14 +45,23 @@ class Running:
             self.error = error
 
     def join(self):
-        self._thread.join(10)
+        self._thread.join(30)
         assert not self._thread.is_alive()
         return self.completions
 
 
-def run(engine, request, after=0.05):
+def eventually(what):
+    end = time.monotonic() + 30.0
+    while not what():
+        assert time.monotonic() < end, "did not come to pass"
+        time.sleep(0.005)
+
+
+def run(engine, request):
+    """A request that stands at its first tokens."""
+    before = engine.standing
     running = Running(engine, request)
-    time.sleep(after)
+    eventually(lambda: engine.standing > before)
     return running
 
 
@@ -91,10 +102,12 @@ def test_finish_ends_running_requests_on_the_old_weights_and_new_ones_wait_for_t
     stage(engine, weights)
     commit = threading.Thread(target=engine.commit, args=(4, fake_probe(weights, model), InFlight.FINISH))
     commit.start()
-    time.sleep(0.03)
-    late = run(engine, dataclasses.replace(long_request, request_id="t1"), after=0.0)
+    eventually(lambda: engine._held_back)
+    late = Running(engine, dataclasses.replace(long_request, request_id="t1"))
+    eventually(lambda: engine.status().waiting == 1)
+    engine.go.set()
     versions = {int(v) for completion in running.join() for v in completion.version}
-    commit.join(10)
+    commit.join(30)
     assert versions == {3}
     assert {int(v) for completion in late.join() for v in completion.version} == {4}
     assert [c.finish for c in running.completions] == [Finish.LENGTH] * 3
@@ -105,6 +118,7 @@ def test_retract_goes_on_under_the_new_weights_which_route_every_row(engine, mod
     weights = fake_weights(model, 4)
     stage(engine, weights)
     engine.commit(4, fake_probe(weights, model), InFlight.RETRACT)
+    engine.go.set()
     for completion in running.join():
         check_completion(completion, long_request, model)
         assert completion.version[0] == 3
@@ -128,6 +142,7 @@ def test_abort_returns_what_there_is(engine, model, long_request):
 def test_abort_by_id_ends_only_that_request(engine, long_request):
     one, two = run(engine, long_request), run(engine, dataclasses.replace(long_request, request_id="t1"))
     engine.abort(("t1",))
+    engine.go.set()
     assert {c.finish for c in two.join()} == {Finish.ABORT}
     assert {c.finish for c in one.join()} == {Finish.LENGTH}
 
@@ -135,8 +150,10 @@ def test_abort_by_id_ends_only_that_request(engine, long_request):
 def test_a_paused_engine_samples_nothing_and_lets_requests_wait(engine, long_request):
     engine.pause(InFlight.FINISH)
     assert engine.status().serving is Serving.PAUSED
-    waiting = run(engine, long_request)
-    assert (engine.status().running, engine.status().waiting) == (0, 1)
+    engine.go.set()
+    waiting = Running(engine, long_request)
+    eventually(lambda: engine.status().waiting == 1)
+    assert engine.status().running == 0
     engine.resume()
     assert len(waiting.join()) == 3
 
@@ -144,7 +161,8 @@ def test_a_paused_engine_samples_nothing_and_lets_requests_wait(engine, long_req
 def test_retract_pauses_in_the_middle(engine, long_request):
     running = run(engine, long_request)
     engine.pause(InFlight.RETRACT)
-    time.sleep(0.5)
+    engine.go.set()
+    time.sleep(0.3)
     assert not running.completions
     engine.resume()
     assert len(running.join()) == 3
@@ -173,6 +191,6 @@ def test_a_closed_engine_ends_what_runs_and_takes_nothing_more(engine, long_requ
     running = run(engine, long_request)
     engine.close()
     assert {c.finish for c in running.join()} == {Finish.ABORT}
-    assert isinstance(run(engine, long_request, after=0.0).join(), list)
+    assert isinstance(Running(engine, long_request).join(), list)
     with pytest.raises(Retryable):
         list(engine.sample(long_request, threading.Event()))

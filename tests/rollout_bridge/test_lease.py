@@ -164,7 +164,7 @@ def training(server, lease):
     """A fleet that publishes in somebody's name."""
     options = FleetOptions(client=ClientOptions(lease=lease), heartbeat_seconds=0.05)
     with Fleet([server.address], options=options) as fleet:
-        fleet.wait_ready(10)
+        fleet.wait_ready(30.0)
         yield fleet
 
 

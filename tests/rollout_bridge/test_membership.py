@@ -73,7 +73,7 @@ def test_a_new_address_is_pushed_to_before_it_gets_a_request(model, start, behin
     publish(fleet, model, 4)
     name.is_now(first, second)
     eventually(lambda: engines[1].status().version == 4)
-    eventually(lambda: kinds(told).count("ready") == 2)
+    eventually(lambda: kinds(told).count("ready") >= 2)
     assert ("joined", second.address) in told
     requests = [make_request(f"t{number}", seed=number) for number in range(16)]
     completions = list(fleet.sample(requests))
@@ -123,7 +123,7 @@ def test_a_commit_does_not_wait_for_an_engine_that_is_gone(model, start, behind)
     name = Name(first, second)
     fleet, told = behind(name, attempts=1)
     publish(fleet, model, 1)
-    eventually(lambda: kinds(told).count("ready") == 2)
+    eventually(lambda: kinds(told).count("ready") >= 2)
     second.stop(grace=0.0)
     reports = []
     pushing = threading.Thread(target=lambda: reports.append(publish(fleet, model, 2)))

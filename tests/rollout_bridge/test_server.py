@@ -38,6 +38,7 @@ from rollout_bridge.messages import Staged
 from rollout_bridge.proto import rollout_pb2, rollout_pb2_grpc
 from rollout_bridge.push import PushDesk
 from rollout_bridge.transport import server_options
+from tests.rollout_bridge.standing import Standing
 
 TLS = pathlib.Path(__file__).with_name("tls")
 TOKEN = "a-token-of-16-characters"
@@ -347,18 +348,16 @@ def test_a_manifest_that_does_not_fit_is_refused_before_any_byte(serving, channe
     tensors = dict(fake_weights(model, 4).tensors)
     tensors["lm_head.weight"] = np.zeros((1 << 14, 1 << 12), np.float32)
     manifest = Weights(version=4, model_digest=model.model_digest, tensors=tensors).manifest
-    seen = []
+    refused = threading.Event()
 
     def parts():
         yield encoded(manifest)
-        time.sleep(0.3)
-        seen.append("a second message was asked for")
-        yield encoded(manifest)
+        refused.wait(30)  # longer than the call may take
 
     with pytest.raises(grpc.RpcError) as caught:
         stub.StageWeights(parts(), timeout=10)
+    refused.set()
     assert "unknown: lm_head.weight" in str(caught.value.details())
-    assert not seen
 
 
 def test_a_broken_stream_leaves_nothing_and_frees_the_engine(serving, channel, connect, model):
@@ -375,7 +374,7 @@ def test_a_broken_stream_leaves_nothing_and_frees_the_engine(serving, channel, c
         end.wait(30)
 
     call = stub.StageWeights.future(stuck(), timeout=30)
-    begun.wait(5)
+    begun.wait(30)
     client = connect(server)
 
     def busy():
@@ -585,18 +584,19 @@ def test_what_an_engine_held_is_forgotten_when_it_restarts_behind_the_bridge(mod
 
 
 def test_a_commit_finds_the_desk_taken_while_another_runs(model, start, connect, make_request):
-    engine = FakeEngine(model, version=3, seconds_per_token=0.05)
+    engine = Standing(model, version=3)
     server = start(engine)
     client, weights = connect(server), fake_weights(model, 4)
     client.stage(weights)
     probe = fake_probe(weights, model)
     with client.sample(make_request(length=20, stop=()), model) as stream:
-        eventually(lambda: engine.status().running == 1)
+        eventually(lambda: engine.standing == 1)
         hasty = connect(server, ClientOptions(sender="hasty"))
         with pytest.raises(Retryable, match=r"DEADLINE_EXCEEDED|held for"):
             hasty.commit(weights.manifest, probe, InFlight.FINISH, seconds=0.2)
         with pytest.raises(Busy, match="the commit of version 4 by hasty at ipv4"):
             client.commit(weights.manifest, probe, InFlight.FINISH)
+        engine.go.set()
         assert {int(v) for c in stream for v in c.version} == {3}
     eventually(lambda: client.status().version == 4)
     report, _ = client.commit(weights.manifest, probe, InFlight.FINISH)  # the answer that was lost
@@ -621,9 +621,9 @@ def test_the_status_stream_tells_the_state_at_once_each_change_and_a_heartbeat(s
         client.resume()
         assert next(states).serving is Serving.SERVING
     began = time.monotonic()
-    with client.watch(follow_seconds=0.6, heartbeat_seconds=0.2) as states:
-        assert 3 <= len(list(states)) <= 5
-    assert 0.5 < time.monotonic() - began < 3
+    with client.watch(follow_seconds=1.0, heartbeat_seconds=0.2) as states:
+        assert 3 <= len(list(states)) <= 7
+    assert 0.9 < time.monotonic() - began < 10
 
 
 def test_a_server_that_stops_ends_its_status_streams_at_once(serving, connect):

@@ -62,7 +62,7 @@ def test_a_push_over_the_group_serves_the_same_weights_as_one_by_disk(both, atta
     assert len(sample(engine, make_request())) == 2
     engine.close()
     by_disk = attach(server, None)
-    by_disk.connect(5.0)
+    by_disk.connect(30.0)
     assert publish(by_disk, 2)[1].checksum != report.checksum
     assert publish(by_disk, 1)[1].checksum == report.checksum
 
@@ -206,19 +206,19 @@ def test_a_sender_ends_with_its_orders():
 def test_without_pytorch_the_way_out_is_named(sglang, attach):
     server = sglang()
     engine = attach(server, GroupConfig(sender=(sys.executable, "-c", "raise SystemExit(3)")))
-    engine.connect(5.0)
+    engine.connect(30.0)
     with pytest.raises(Retryable, match=r"ended with 3.*--sender-python"):
         stage(engine, fake_weights(MODEL, 1))
     engine.close()
     engine = attach(server, GroupConfig(sender=("/no/such/python",)))
-    engine.connect(5.0)
+    engine.connect(30.0)
     with pytest.raises(Fatal, match=r"/no/such/python.*--sender-python"):
         stage(engine, fake_weights(MODEL, 1))
 
 
 def test_pipeline_stages_are_refused(sglang, attach):
     engine = attach(sglang(pp_size=2))
-    engine.connect(5.0)
+    engine.connect(30.0)
     with pytest.raises(Fatal, match=r"expected pp_size = 1 .* got 2; use --transport disk"):
         stage(engine, fake_weights(MODEL, 1))
 

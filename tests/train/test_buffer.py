@@ -47,7 +47,7 @@ def test_take_waits_for_the_next_ticket_and_not_for_any_group():
     thread.join(0.1)
     assert thread.is_alive()
     buffer.put(make_group(0))
-    thread.join(5)
+    thread.join(30)
     assert result == [[0, 1]]
     assert buffer.stats().waited > 0
 

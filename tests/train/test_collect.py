@@ -222,11 +222,11 @@ def test_what_the_fleet_or_the_verifier_raises_is_raised_where_it_is_waited_for(
 
 def test_completions_count_as_progress_before_a_group_is_whole(collect):
     def slowly(completion):
-        time.sleep(0.3)
+        time.sleep(0.4)
         return completion
 
     fleet = FakeFleet(change=slowly)
-    buffer = Buffer(max_lag=10, deadline=1.0)
+    buffer = Buffer(max_lag=10, deadline=1.5)
     with Collector(fleet, DATA, TOKENIZER, exact_match, buffer, dataclasses.replace(SETTINGS, group_size=4)) as made:
         made.request(range(1))
         assert len(buffer.take(1, 0)) == 1
@@ -289,7 +289,7 @@ def test_a_fleet_that_blocks_is_named_when_closing():
 
     collector = Collector(Stuck(), DATA, TOKENIZER, exact_match, Buffer(max_lag=1, deadline=5.0), SETTINGS)
     collector.request(range(1))
-    started.wait(5)
+    started.wait(30)
     with pytest.raises(TimeoutError, match=r"expected its thread to end within 0\.1 s"):
         collector.close(0.1)
     release.set()
@@ -309,7 +309,7 @@ def test_nothing_fails_the_run_once_it_is_closing():
     buffer = Buffer(max_lag=1, deadline=0.1)
     collector = Collector(Closed(), DATA, TOKENIZER, exact_match, buffer, SETTINGS)
     collector.request(range(1))
-    started.wait(5)
+    started.wait(30)
     threading.Timer(0.1, release.set).start()
     collector.close(5.0)
     with pytest.raises(TimeoutError):  # and not ConnectionError
@@ -333,14 +333,14 @@ def test_a_slow_verifier_holds_up_neither_arrivals_nor_other_verdicts(collect):
 
     def slow(given):
         begun.release()
-        assert gate.wait(10)
+        assert gate.wait(30)
         return 1.0
 
     fleet = FakeFleet()
     collector, buffer = collect(fleet, verifier=slow, scorers=4)
     collector.request(range(4))
     for _ in range(4):
-        assert begun.acquire(timeout=5)  # four at once, of two groups
+        assert begun.acquire(timeout=30)  # four at once, of two groups
     assert buffer.stats().out == 4
     gate.set()
     assert [group.ticket for group in buffer.take(4, 0)] == [0, 1, 2, 3]

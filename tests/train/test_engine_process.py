@@ -96,7 +96,7 @@ def test_it_dies_with_its_parent_even_if_the_pipe_stays_open(tmp_path):
         pid, holder = map(int, lines.readline().split())
     try:
         assert parent.wait() == -signal.SIGKILL
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         while runs(pid):
             assert time.monotonic() < deadline, "it outlives its parent"
             time.sleep(0.05)
@@ -118,7 +118,7 @@ def test_it_ends_when_its_standard_input_is_closed(tmp_path):
         assert process._process
         assert process._process.stdin
         process._process.stdin.close()
-        assert "because its standard input was closed" in ended(process, 5)
+        assert "because its standard input was closed" in ended(process)
 
 
 def test_a_port_in_use_is_one_clear_error(tmp_path):
@@ -159,8 +159,8 @@ def test_a_death_at_start_shows_the_last_lines(tmp_path, monkeypatch):
 def test_a_start_that_takes_too_long_is_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", fake_python(tmp_path, "echo still thinking >&2; exec sleep 60"))
     with (
-        pytest.raises(RuntimeError, match=r"expected it to listen within 0.5 s, got nothing (.|\n)*still thinking"),
-        LocalEngineProcess(config_in(tmp_path, start_seconds=0.5)),
+        pytest.raises(RuntimeError, match=r"expected it to listen within 1.5 s, got nothing (.|\n)*still thinking"),
+        LocalEngineProcess(config_in(tmp_path, start_seconds=1.5)),
     ):
         pass
 

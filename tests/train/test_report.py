@@ -207,10 +207,10 @@ def test_a_phase_that_fails_is_still_left(tmp_path):
 
 def test_the_first_step_is_not_charged_for_the_warm_start(tmp_path):
     with quiet(tmp_path) as report:
-        time.sleep(0.2)
+        time.sleep(0.5)
         report.warm_start(1000, loss=0.5)
         report.write(1, {})
-    assert read_lines(tmp_path / "metrics.jsonl")[0]["seconds/step"] < 0.2
+    assert read_lines(tmp_path / "metrics.jsonl")[0]["seconds/step"] < 0.5
 
 
 def test_the_warm_start_is_recorded_and_may_begin_again(tmp_path):

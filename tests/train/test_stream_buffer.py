@@ -181,13 +181,13 @@ def test_a_sampler_waits_for_room_and_ends_when_the_buffer_is_closed():
     time.sleep(0.05)
     assert found == []
     buffer.serve(1)
-    end = time.monotonic() + 5
+    end = time.monotonic() + 30
     while len(found) < 2 and time.monotonic() < end:
         time.sleep(0.01)
     assert {ticket.number for ticket in found} == {4, 5}
     buffer.close()
     for thread in threads:
-        thread.join(5)
+        thread.join(30)
     assert found[2] is None
 
 
@@ -284,5 +284,5 @@ def test_many_samplers_and_a_trainer_lose_nothing():
         buffer.serve(version + 1)
     buffer.close()
     for thread in threads:
-        thread.join(5)
+        thread.join(30)
     assert sorted(seen) == list(range(120))

@@ -30,12 +30,12 @@ def test_a_part_that_does_not_move_is_named_its_stacks_written_and_then_the_proc
 
 
 def test_parts_that_move_are_left_alone(tmp_path):
-    watchdog, said, ended = make(tmp_path, 1.0)
+    watchdog, said, ended = make(tmp_path, 1.5)
     with watchdog:
         for _ in range(4):
             with watchdog.doing("collect"):
-                time.sleep(0.3)
-        time.sleep(1.2)  # between parts nothing is watched
+                time.sleep(0.4)
+        time.sleep(1.6)  # between parts nothing is watched
     assert (said, ended.is_set()) == ([], False)
     assert not (tmp_path / STACKS).exists()
 

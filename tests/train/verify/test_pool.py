@@ -103,7 +103,7 @@ def test_attempts_run_side_by_side_in_as_many_processes_as_there_are_workers(poo
     found, gate = set(), threading.Barrier(2)
 
     def ask():
-        gate.wait(10)
+        gate.wait(30)
         for member in range(20):
             found.add(asked.ask(FIELDS, f"t0/{member}"))
 
