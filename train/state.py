@@ -4,6 +4,8 @@ Knows the policy and optax; knows nothing of rollouts, files or clocks.
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -97,10 +99,16 @@ def init_policy(config: PolicyConfig, seed: int, mesh: Mesh) -> tuple[nnx.GraphD
     Returns:
       The policy split into its static part and its parameters.
     """
-    policy = nnx.jit(lambda: Policy(config, rngs=nnx.Rngs(seed), mesh=mesh))()
+    policy = _maker(config, seed, mesh)()
     graph, params, rest = nnx.split(policy, nnx.Param, ...)
     assert not jax.tree.leaves(rest), "a policy holds nothing but parameters"
     return graph, params
+
+
+@functools.lru_cache(maxsize=8)
+def _maker(config: PolicyConfig, seed: int, mesh: Mesh) -> Callable[[], Policy]:
+    """Kept, because compiling takes seconds however small the policy is, and a new function compiles anew."""
+    return nnx.jit(lambda: Policy(config, rngs=nnx.Rngs(seed), mesh=mesh))
 
 
 def shardings(tree: Any, mesh: Mesh) -> Any:

@@ -31,7 +31,7 @@ def _loss_and_gradient(example, config, measured, total):
     return jax.value_and_grad(scalar)(example[0])
 
 
-_denominator = jax.jit(denominator, static_argnums=1)
+jitted_denominator = jax.jit(denominator, static_argnums=1)  # op by op it is a second, of sequences
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -54,7 +54,7 @@ def loss_and_gradient(
     total: jax.Array | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Loss and its gradient in the log-probs, float32. `total` is the global denominator; None = the example's own."""
-    total = _denominator(example.batch, config) if total is None else total
+    total = jitted_denominator(example.batch, config) if total is None else total
     loss, gradient_BT = _loss_and_gradient(leaves(example), config, measured, total)
     return np.asarray(loss), np.asarray(gradient_BT)
 

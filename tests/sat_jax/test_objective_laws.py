@@ -12,10 +12,18 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sat_jax.metrics import merge, values
-from sat_jax.objective import ObjectiveConfig, batch_threshold, denominator, mismatch, policy_loss, preset_names
+from sat_jax.objective import ObjectiveConfig, batch_threshold, mismatch, policy_loss, preset_names
 from sat_jax.trust_region import effective_radii
 from tests.reference.batches import Example, measured, random_example, random_segments, with_batch
-from tests.reference.objective_runner import LENGTH, ROWS, leaves, loss_and_gradient, metrics, metrics_as_merged
+from tests.reference.objective_runner import (
+    LENGTH,
+    ROWS,
+    jitted_denominator,
+    leaves,
+    loss_and_gradient,
+    metrics,
+    metrics_as_merged,
+)
 
 EFFECTIVE = jax.jit(effective_radii, static_argnums=1)
 SEEDS = st.integers(0, 2**32 - 1)
@@ -340,11 +348,17 @@ def row_by_row(example):
 def measure(parts, config):
     """As the trainer does: the scores of every microbatch, one statistic over all."""
     live = [part.prox_logp_BT if config.needs_proximal else part.logp_BT for part in parts]
-    seen = [mismatch(logp_BT, part.batch, config) for logp_BT, part in zip(live, parts, strict=True)]
-    masks = jnp.stack([part.batch.loss_mask_BT for part in parts])
-    advantages = jnp.stack([part.batch.advantage_BT for part in parts])
-    threshold = batch_threshold(jnp.stack(seen), masks, advantages, config)
+    seen, threshold = _scores_and_threshold(live, [part.batch for part in parts], config)
     return [measured(seen_BT, threshold) for seen_BT in seen]
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _scores_and_threshold(live, batches, config):
+    """Op by op this is seconds an example."""
+    seen = [mismatch(logp_BT, batch, config) for logp_BT, batch in zip(live, batches, strict=True)]
+    masks = jnp.stack([batch.loss_mask_BT for batch in batches])
+    advantages = jnp.stack([batch.advantage_BT for batch in batches])
+    return seen, batch_threshold(jnp.stack(seen), masks, advantages, config)
 
 
 @pytest.mark.parametrize(("name", "aggregation"), COMBINATIONS)
@@ -354,7 +368,7 @@ def test_microbatches_add_up_to_the_whole(name, aggregation, seed):
     example, config = random_example(seed), config_of(name, aggregation)
     whole = loss_and_gradient(example, config)
     parts = row_by_row(example)
-    total = jnp.sum(jnp.stack([denominator(part.batch, config) for part in parts]))
+    total = jnp.sum(jnp.stack([jitted_denominator(part.batch, config) for part in parts]))
     scored = measure(parts, config) if config.needs_measure else [None] * ROWS
     ends = [loss_and_gradient(part, config, one, total) for part, one in zip(parts, scored, strict=True)]
     assert_same((sum(loss for loss, _ in ends), sum(gradient_BT for _, gradient_BT in ends)), whole)
