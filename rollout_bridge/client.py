@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import grpc
 import tenacity
 
-from rollout_bridge import codec
+from rollout_bridge import codec, codec_push
 from rollout_bridge.checks import check_completion, check_request
 from rollout_bridge.errors import BridgeError, Busy, Fatal, Retryable
 from rollout_bridge.lease import LEASE_KEY, Lease
@@ -103,7 +103,7 @@ class Client:
         self._channel = open_channel(endpoint, security, self.options.max_message_bytes)
         self._stub = rollout_pb2_grpc.RolloutBridgeStub(self._channel)
         self._stage = self._channel.stream_unary(  # the stub's, but for its way to bytes
-            f"/{codec.SERVICE}/StageWeights", codec.serialize_part, codec.stage_reply
+            f"/{codec.SERVICE}/StageWeights", codec_push.serialize_part, codec.stage_reply
         )
         token = () if security.token is None else ((TOKEN_KEY, f"Bearer {security.token}"),)
         lease = () if self.options.lease is None else ((LEASE_KEY, self.options.lease.to_metadata()),)
@@ -321,9 +321,9 @@ class _Parts:
         self._chunk_bytes = chunk_bytes
         self.error: Exception | None = None
 
-    def __iter__(self) -> Iterator[Manifest | Chunk]:
+    def __iter__(self) -> Iterator[Manifest | tuple[Chunk, ...]]:
         try:
             yield self._manifest
-            yield from self._weights.chunks(self._chunk_bytes)
+            yield from codec_push.together(self._weights.chunks(self._chunk_bytes), self._chunk_bytes)
         except Exception as error:  # ends the stream early, which the server refuses; `stage` raises this
             self.error = error

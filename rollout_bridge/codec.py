@@ -1,4 +1,4 @@
-"""Records to protobuf and back. The only file that sees the stubs' messages.
+"""Records to protobuf and back. The stubs' messages are seen here and in `codec_push` alone.
 
 Decoding checks what protobuf cannot say (known enum values, shapes that fit their bytes, counts that add up) and raises
 ValueError; what a record must be to be used is in `checks`.
@@ -14,13 +14,11 @@ from google.protobuf.message import DecodeError
 
 from rollout_bridge.errors import BridgeError, Fatal, NotStaged, Retryable
 from rollout_bridge.messages import (
-    Chunk,
     Completion,
     EngineStatus,
     Finish,
     InFlight,
     LogprobDefinition,
-    Manifest,
     ModelInfo,
     Probe,
     ProbeReport,
@@ -163,7 +161,7 @@ def encode_model(model: ModelInfo) -> pb.ModelInfo:
         num_experts=model.num_experts,
         top_k=model.top_k,
         max_tokens=model.max_tokens,
-        tensors=[_encode_spec(spec) for spec in model.tensors],
+        tensors=[encode_spec(spec) for spec in model.tensors],
         dtype=_DTYPE[model.dtype],
     )
 
@@ -177,46 +175,26 @@ def decode_model(message: pb.ModelInfo) -> ModelInfo:
         num_experts=message.num_experts,
         top_k=message.top_k,
         max_tokens=message.max_tokens,
-        tensors=tuple(_decode_spec(spec) for spec in message.tensors),
+        tensors=tuple(decode_spec(spec) for spec in message.tensors),
         dtype=_known(_DTYPE, message.dtype, f"model {message.model_digest}: dtype"),
     )
 
 
-def serialize_part(part: Manifest | Chunk) -> bytes:
-    """A message of a push, as its bytes.
-
-    A chunk's data is copied once: protobuf would copy it into the message, into its parent, and out again, which costs
-    more than sending it. Fields may come in any order, so the data comes last.
-    """
-    if isinstance(part, Manifest):
-        specs = [_encode_spec(spec) for spec in part.tensors]
-        manifest = pb.Manifest(version=part.version, model_digest=part.model_digest, digest=part.digest, tensors=specs)
-        return pb.StageRequest(manifest=manifest).SerializeToString()
-    head = pb.Chunk(tensor=part.tensor, offset=part.offset, checksum=part.checksum).SerializeToString()
-    data_head = _bytes_head(pb.Chunk.DATA_FIELD_NUMBER, len(part.data))
-    chunk_head = _bytes_head(pb.StageRequest.CHUNK_FIELD_NUMBER, len(head) + len(data_head) + len(part.data))
-    return b"".join((chunk_head, head, data_head, part.data))
+def encode_spec(spec: TensorSpec) -> pb.TensorSpec:
+    """Name, type and shape of a tensor for the wire."""
+    return pb.TensorSpec(name=spec.name, dtype=_DTYPE[spec.dtype], shape=spec.shape)
 
 
-def decode_part(message: pb.StageRequest) -> Manifest | Chunk:
-    """A message of a push.
+def decode_spec(message: pb.TensorSpec) -> TensorSpec:
+    """Name, type and shape of a tensor from the wire.
 
     Raises:
-      ValueError: it is neither manifest nor chunk.
+      ValueError: the type is unknown, or a size negative; names the tensor.
     """
-    kind = message.WhichOneof("part")
-    if kind == "chunk":
-        chunk = message.chunk
-        return Chunk(tensor=chunk.tensor, offset=chunk.offset, data=chunk.data, checksum=chunk.checksum)
-    if kind != "manifest":
-        raise ValueError(f"push: expected a manifest or a chunk, got {kind}")
-    manifest = message.manifest
-    return Manifest(
-        version=manifest.version,
-        model_digest=manifest.model_digest,
-        digest=manifest.digest,
-        tensors=tuple(_decode_spec(spec) for spec in manifest.tensors),
-    )
+    if any(size < 0 for size in message.shape):
+        raise ValueError(f"tensor {message.name}: expected sizes >= 0, got {list(message.shape)}")
+    dtype = _known(_DTYPE, message.dtype, f"tensor {message.name}: dtype")
+    return TensorSpec(name=message.name, dtype=dtype, shape=tuple(message.shape))
 
 
 def encode_stage_report(report: StageReport) -> pb.StageReply:
@@ -345,30 +323,6 @@ def decode_error(data: bytes) -> tuple[type[BridgeError], str, int]:
     except DecodeError as error:
         raise ValueError(f"error detail: expected an ErrorDetail, got {len(data)} other bytes") from error
     return _known(_ERRORS, detail.kind, "error detail: kind"), detail.engine_id, detail.version
-
-
-def _bytes_head(field: int, length: int) -> bytes:
-    """Tag and length of a length-delimited field (protobuf's wire type 2)."""
-    return _varint(field << 3 | 2) + _varint(length)
-
-
-def _varint(value: int) -> bytes:
-    groups = []
-    while value > 0x7F:
-        groups.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*groups, value])
-
-
-def _encode_spec(spec: TensorSpec) -> pb.TensorSpec:
-    return pb.TensorSpec(name=spec.name, dtype=_DTYPE[spec.dtype], shape=spec.shape)
-
-
-def _decode_spec(message: pb.TensorSpec) -> TensorSpec:
-    if any(size < 0 for size in message.shape):
-        raise ValueError(f"tensor {message.name}: expected sizes >= 0, got {list(message.shape)}")
-    dtype = _known(_DTYPE, message.dtype, f"tensor {message.name}: dtype")
-    return TensorSpec(name=message.name, dtype=dtype, shape=tuple(message.shape))
 
 
 def _encode_trace(trace: Trace) -> pb.Trace:

@@ -6,6 +6,7 @@ must come with a deadline, so that no forgotten caller holds the engine for ever
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import socket
 import threading
@@ -18,7 +19,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from rollout_bridge import codec
+from rollout_bridge import codec, codec_push
 from rollout_bridge.checks import check_request
 from rollout_bridge.engine import Engine, Gathering
 from rollout_bridge.errors import BridgeError, Busy, Retryable
@@ -214,7 +215,8 @@ class _Servicer(rollout_pb2_grpc.RolloutBridgeServicer):
 
     def StageWeights(self, request_iterator: Iterator[Any], context: grpc.ServicerContext) -> Any:
         with self._answer(context):
-            report = self._desk.stage(map(codec.decode_part, request_iterator), _sender(context), _lease(context))
+            parts = itertools.chain.from_iterable(map(codec_push.decode_part, request_iterator))
+            report = self._desk.stage(parts, _sender(context), _lease(context))
             return codec.encode_stage_report(report)
 
     def CommitWeights(self, request: Any, context: grpc.ServicerContext) -> Any:

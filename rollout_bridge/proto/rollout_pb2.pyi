@@ -200,12 +200,14 @@ class Chunk(_message.Message):
     def __init__(self, tensor: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class StageRequest(_message.Message):
-    __slots__ = ("manifest", "chunk")
+    __slots__ = ("manifest", "chunk", "together")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
+    TOGETHER_FIELD_NUMBER: _ClassVar[int]
     manifest: Manifest
     chunk: Chunk
-    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
+    together: _containers.RepeatedCompositeFieldContainer[Chunk]
+    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., together: _Optional[_Iterable[_Union[Chunk, _Mapping]]] = ...) -> None: ...
 
 class StageReply(_message.Message):
     __slots__ = ("state", "bytes", "engine_id", "seconds_write")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_bridge import codec
+from rollout_bridge import codec, codec_push
 from rollout_bridge.engines.fake_model import fake_weights
 from rollout_bridge.errors import BridgeError, Busy, Fatal, NotStaged, Retryable
 from rollout_bridge.messages import (
@@ -30,6 +30,16 @@ from rollout_bridge.messages import (
 from rollout_bridge.proto import rollout_pb2 as pb
 
 INT32 = st.integers(-(1 << 31), (1 << 31) - 1)
+
+
+def parts(message):
+    """What a message of a push holds."""
+    return list(codec_push.decode_part(message))
+
+
+def parts_of(data):
+    """The same, of its bytes."""
+    return parts(pb.StageRequest.FromString(data))
 
 
 def equal(left, right):
@@ -169,7 +179,7 @@ def test_the_other_records_come_back(model):
     for report in reports:
         assert codec.decode_commit_reply(wire(codec.encode_commit_reply(report, "e9"))) == (report, "e9")
     chunk = Chunk(tensor=3, offset=1 << 40, data=b"abc", checksum=(1 << 64) - 1)
-    assert codec.decode_part(pb.StageRequest.FromString(codec.serialize_part(chunk))) == chunk
+    assert parts_of(codec_push.serialize_part([chunk])) == [chunk]
     for request_ids in (None, (), ("a", "b")):
         assert codec.decode_abort(wire(codec.encode_abort(request_ids))) == request_ids
 
@@ -178,19 +188,42 @@ def test_the_other_records_come_back(model):
 @given(st.integers(0, 1 << 20), st.integers(0, 1 << 40), st.integers(0, 300), st.integers(0, (1 << 64) - 1))
 def test_a_chunk_is_written_as_protobuf_would(tensor, offset, length, checksum):
     data = bytes(index % 251 for index in range(length))
-    ours = codec.serialize_part(Chunk(tensor=tensor, offset=offset, data=memoryview(data), checksum=checksum))
+    ours = codec_push.serialize_part([Chunk(tensor=tensor, offset=offset, data=memoryview(data), checksum=checksum)])
     chunk = pb.Chunk(tensor=tensor, offset=offset, data=data, checksum=checksum)
     theirs = pb.StageRequest(chunk=chunk)
     assert pb.StageRequest.FromString(ours) == theirs
     assert len(ours) == theirs.ByteSize() + (2 if not data else 0)  # we write an empty field, protobuf leaves it out
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 400), max_size=40), st.integers(100, 2000))
+def test_small_chunks_share_a_message_in_their_order(lengths, size):
+    chunks = [Chunk(tensor=index, offset=0, data=bytes(n), checksum=index) for index, n in enumerate(lengths)]
+    messages = [codec_push.serialize_part(gathered) for gathered in codec_push.together(iter(chunks), size)]
+    assert [part for message in messages for part in parts_of(message)] == chunks
+    held = [len(parts_of(message)) for message in messages]
+    assert all(len(message) <= size for message, count in zip(messages, held, strict=True) if count > 1)
+    # Of two neighbours neither could have taken in the other.
+    assert all(
+        len(left) + len(right) + 128 * n > size for left, right, n in zip(messages, messages[1:], held, strict=False)
+    )
+
+
+def test_chunks_that_share_a_message_are_written_as_protobuf_would():
+    chunks = [Chunk(tensor=n, offset=n << 33, data=bytes([n] * n), checksum=n << 60) for n in range(1, 6)]
+    theirs = [pb.Chunk(tensor=c.tensor, offset=c.offset, data=c.data, checksum=c.checksum) for c in chunks]
+    message = pb.StageRequest(chunk=theirs[0], together=theirs[1:])
+    ours = codec_push.serialize_part(chunks)
+    assert pb.StageRequest.FromString(ours) == message
+    assert len(ours) == message.ByteSize()
+
+
 def test_large_chunks_and_manifests_are_written_as_protobuf_would(model):
     data = bytes(range(256)) * 8192
-    message = pb.StageRequest.FromString(codec.serialize_part(Chunk(tensor=1, offset=2, data=data, checksum=3)))
+    message = pb.StageRequest.FromString(codec_push.serialize_part([Chunk(tensor=1, offset=2, data=data, checksum=3)]))
     assert message.chunk.data == data
     weights = fake_weights(model, 7)
-    assert codec.decode_part(pb.StageRequest.FromString(codec.serialize_part(weights.manifest))) == weights.manifest
+    assert parts_of(codec_push.serialize_part(weights.manifest)) == [weights.manifest]
 
 
 def test_the_kind_of_an_error_comes_back():
@@ -241,12 +274,16 @@ def test_what_does_not_add_up_is_refused_with_its_place():
 
 def test_unknown_enum_values_and_empty_parts_are_refused():
     with pytest.raises(ValueError, match="expected a manifest or a chunk, got None"):
-        codec.decode_part(pb.StageRequest())
+        parts(pb.StageRequest())
+    with pytest.raises(ValueError, match="got manifest with 1 chunks beside it"):
+        parts(pb.StageRequest(manifest=pb.Manifest(), together=[pb.Chunk()]))
+    with pytest.raises(ValueError, match="got None with 1 chunks beside it"):
+        parts(pb.StageRequest(together=[pb.Chunk()]))
     with pytest.raises(ValueError, match="tensor w: dtype"):
-        codec.decode_part(pb.StageRequest(manifest=pb.Manifest(tensors=[pb.TensorSpec(name="w")])))
+        parts(pb.StageRequest(manifest=pb.Manifest(tensors=[pb.TensorSpec(name="w")])))
     with pytest.raises(ValueError, match=re.escape("tensor w: expected sizes >= 0, got [-1]")):
         spec = pb.TensorSpec(name="w", dtype=pb.DTYPE_FLOAT32, shape=[-1])
-        codec.decode_part(pb.StageRequest(manifest=pb.Manifest(tensors=[spec])))
+        parts(pb.StageRequest(manifest=pb.Manifest(tensors=[spec])))
     with pytest.raises(ValueError, match="in-flight policy"):
         codec.decode_in_flight(pb.IN_FLIGHT_UNSPECIFIED)
     with pytest.raises(ValueError, match="engine e: serving"):

@@ -29,12 +29,13 @@ from rollout_bridge import (
     Serving,
     Weights,
     codec,
+    codec_push,
     serve,
 )
 from rollout_bridge.engines.fake import FakeEngine, Fault
 from rollout_bridge.engines.fake_model import fake_model, fake_probe, fake_weights
 from rollout_bridge.lease import LeaseBook
-from rollout_bridge.messages import Staged
+from rollout_bridge.messages import Manifest, Staged
 from rollout_bridge.proto import rollout_pb2, rollout_pb2_grpc
 from rollout_bridge.push import PushDesk
 from rollout_bridge.transport import server_options
@@ -85,7 +86,8 @@ def eventually(what, seconds=30.0):
 
 
 def encoded(part):
-    return rollout_pb2.StageRequest.FromString(codec.serialize_part(part))
+    part = part if isinstance(part, Manifest) else [part]
+    return rollout_pb2.StageRequest.FromString(codec_push.serialize_part(part))
 
 
 def parts_of(weights, size=64):
