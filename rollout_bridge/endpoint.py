@@ -158,9 +158,9 @@ class Endpoint:
         where = f"completion {completion.request_id}/{completion.member} of {self.address}"
         if completion.engine_id != self._engine_id:
             raise Retryable(f"{where}: expected engine {self._engine_id}, got {completion.engine_id}; it restarted")
-        versions = set(completion.version.tolist())
+        versions = _distinct(completion.version)
         if completion.trace is not None:
-            versions.update(np.unique(completion.trace.version_T).tolist())
+            versions |= _distinct(completion.trace.version_T)
         if versions <= self._verified:
             return
         self._settled.wait(self.client.options.commit_seconds)  # the answer of the commit may still be on its way
@@ -353,3 +353,10 @@ class Endpoint:
     def _set(self, state: State, reason: str) -> None:
         self.state, self.reason = state, reason
         self._ties.changed.notify_all()
+
+
+def _distinct(version: np.ndarray) -> set[int]:
+    """The versions in an array; nearly always there is one, which needs no sorting."""
+    if len(version) and (version == version[0]).all():
+        return {int(version[0])}
+    return set(np.unique(version).tolist())

@@ -11,6 +11,8 @@ from rollout_bridge.messages import ModelInfo, Probe, Sampling, TensorSpec
 from rollout_bridge.weights import DTYPES, Weights
 
 _WIDTH = 8
+_FACTORS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_WORD = (1 << 64) - 1
 
 
 def fake_model(
@@ -69,11 +71,11 @@ def fake_logp(weights: int, tokens: np.ndarray, temperature: float) -> np.ndarra
 
 def fake_token(weights: int, previous: int, place: tuple[int, int], sampling: Sampling, vocab_size: int) -> int:
     """Token number `place[1]` of member `place[0]` after `previous`; without chance when greedy."""
-    key = _key(weights, np.array([previous]))
+    key = _mix_one(weights ^ _mix_one(previous + 1))
     if sampling.temperature > 0:
         for part in (sampling.seed, *place):
-            key = _mix(key ^ np.uint64(part))
-    return int(key[0] % np.uint64(vocab_size))
+            key = _mix_one(key ^ part)
+    return key % vocab_size
 
 
 def fake_routes(weights: int, tokens: np.ndarray, model: ModelInfo) -> np.ndarray:
@@ -92,9 +94,16 @@ def _key(weights: int, tokens: np.ndarray) -> np.ndarray:
 
 def _mix(value: np.ndarray) -> np.ndarray:
     """The finaliser of splitmix64: every input bit moves every output bit."""
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(_FACTORS[0])
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(_FACTORS[1])
     return value ^ (value >> np.uint64(31))
+
+
+def _mix_one(value: int) -> int:
+    """`_mix` of one number, without NumPy: a token follows from the one before, so they come one at a time."""
+    value = ((value ^ (value >> 30)) * _FACTORS[0]) & _WORD
+    value = ((value ^ (value >> 27)) * _FACTORS[1]) & _WORD
+    return value ^ (value >> 31)
 
 
 def _unit(value: np.ndarray) -> np.ndarray:
