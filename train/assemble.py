@@ -5,7 +5,6 @@ token t + 1. An engine routes exactly the tokens that it feeds, so row r of its 
 """
 
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any
 
@@ -15,6 +14,7 @@ from rollout_bridge.messages import Completion, Finish
 from sat_jax.advantages import AdvantageConfig, group_advantages
 from sat_jax.routing import id_dtype
 from sat_jax.types import RoutingTrace, TokenBatch
+from train.assemble_checks import check_groups
 from train.assemble_stats import AssembleStats, merge_parts
 from train.groups import Group
 from train.place import place
@@ -91,17 +91,13 @@ class Assembled:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Sequence:
-    """A prompt with one completion, ready to be written into a row."""
+    """A prompt with one completion, ready to be written into a row; `trained` as in `Group`, None = every token."""
 
-    tokens: np.ndarray
-    prompt_length: int
+    prompt: np.ndarray
     completion: Completion
-    trained: np.ndarray
+    trained: np.ndarray | None
     advantage: np.float32
-
-    @property
-    def positions(self) -> int:
-        return len(self.tokens) - 1
+    positions: int
 
 
 Exchange = Callable[[str, Any], list[Any]]
@@ -131,16 +127,15 @@ def assemble(groups: Sequence[Group], version: int, config: AssembleConfig, exch
     """
     if not groups:
         raise ValueError("batch: expected at least one group, got none")
-    for group in groups:
-        _check_group(group, version, config)
+    check_groups(groups, version, config)
     advantage_PM = _global_advantages(groups, config.advantage, exchange)
     sequences = [
         _Sequence(
-            tokens=np.concatenate([group.prompt_tokens, completion.tokens]),
-            prompt_length=len(group.prompt_tokens),
+            prompt=group.prompt_tokens,
             completion=completion,
-            trained=group.trained_tokens(m),
+            trained=group.trained[m] if group.trained else None,
             advantage=advantage_PM[p, m],
+            positions=len(group.prompt_tokens) + len(completion.tokens) - 1,
         )
         for p, group in enumerate(groups)
         for m, completion in enumerate(group.completions)
@@ -178,13 +173,11 @@ def pack(lengths: Sequence[int], row_length: int) -> list[list[int]]:
       The indices of the sequences of each row.
     """
     rows: list[list[int]] = []
-    free = np.zeros(len(lengths), np.int64)  # room in each row that is open
+    free = np.full(len(lengths), row_length)  # room in each row, also in those that are not open yet
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        fits = free[: len(rows)] >= lengths[index]
-        row = int(np.argmax(fits)) if fits.any() else len(rows)
+        row = int((free[: len(rows) + 1] >= lengths[index]).argmax())
         if row == len(rows):
             rows.append([])
-            free[row] = row_length
         rows[row].append(index)
         free[row] -= lengths[index]
     return rows
@@ -241,27 +234,62 @@ def _microbatch(rows: Sequence[Sequence[_Sequence]], length: int, version: int, 
         "advantage_BT": np.zeros(shape, np.float32),
         "lag_BT": np.zeros(shape, np.int32),
     }
-    for b, row in enumerate(rows):
-        start = 0
-        for segment, sequence in enumerate(row, start=1):
-            end = start + sequence.positions
-            arrays["input_BT"][b, start:end] = sequence.tokens[:-1]
-            arrays["target_BT"][b, start:end] = sequence.tokens[1:]
-            arrays["segment_BT"][b, start:end] = segment
-            arrays["position_BT"][b, start:end] = np.arange(sequence.positions)
-            # The last prompt token is the first position whose target was sampled.
-            sampled = slice(start + sequence.prompt_length - 1, end)
-            arrays["loss_mask_BT"][b, sampled] = sequence.trained
-            arrays["behavior_logp_BT"][b, sampled] = sequence.completion.behavior_logp
-            arrays["advantage_BT"][b, sampled] = sequence.advantage
-            arrays["lag_BT"][b, sampled] = version - sequence.completion.version
-            trace = sequence.completion.trace
-            if config.replay and trace is not None:
-                experts_LBTK[:, b, start + trace.first_row : end] = trace.experts_TLK.transpose(1, 0, 2)
-                present_BT[b, start + trace.first_row : end] = True
-            start = end
+    sequences = [sequence for row in rows for sequence in row]
+    if sequences:
+        # All sequences at once, by index into the rows behind each other: an assignment to a slice costs a microsecond
+        # a sequence and field, which small completions by the hundred feel.
+        positions = np.array([sequence.positions for sequence in sequences])
+        row_of = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
+        first = np.searchsorted(row_of, row_of)  # index of the first sequence in the same row
+        before = _before(positions)
+        starts = row_of * length + before - before[first]
+        used = _indices(starts, positions)
+
+        def write(name: str, where: np.ndarray, values: np.ndarray) -> None:
+            arrays[name].reshape(-1)[where] = values
+
+        completions = [sequence.completion for sequence in sequences]
+        fed = [part for s in sequences for part in (s.prompt, s.completion.tokens[:-1])]
+        write("input_BT", used, np.concatenate(fed))
+        write("segment_BT", used, np.repeat(np.arange(1, len(sequences) + 1) - first, positions))
+        write("position_BT", used, used - np.repeat(starts, positions))
+        predicted = [part for s in sequences for part in (s.prompt[1:], s.completion.tokens)]
+        write("target_BT", used, np.concatenate(predicted))
+        # The last prompt token is the first position whose target was sampled.
+        lengths = np.array([len(completion.tokens) for completion in completions])
+        sampled = _indices(starts + positions - lengths, lengths)
+        write("loss_mask_BT", sampled, _trained(sequences))
+        write("behavior_logp_BT", sampled, np.concatenate([c.behavior_logp for c in completions]))
+        write("advantage_BT", sampled, np.repeat([sequence.advantage for sequence in sequences], lengths))
+        write("lag_BT", sampled, version - np.concatenate([completion.version for completion in completions]))
+        for start, end, completion in zip(starts, starts + positions, completions, strict=True):
+            if config.replay and completion.trace is not None:
+                b, t = divmod(int(start), length)
+                rows_ = slice(t + completion.trace.first_row, t + int(end - start))
+                experts_LBTK[:, b, rows_] = completion.trace.experts_TLK.transpose(1, 0, 2)
+                present_BT[b, rows_] = True
     trace: Any = RoutingTrace(experts_LBTK=experts_LBTK, present_BT=present_BT)  # type: ignore[arg-type]
     return TokenBatch(**arrays, trace=trace)
+
+
+def _before(lengths: np.ndarray) -> np.ndarray:
+    """Sum of the lengths before each."""
+    return np.cumsum(lengths) - lengths
+
+
+def _indices(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """start, start + 1, ... of every run, one run behind the other."""
+    return np.repeat(starts - _before(lengths), lengths) + np.arange(lengths.sum())
+
+
+def _trained(sequences: Sequence[_Sequence]) -> np.ndarray:
+    """bool: which of all sampled tokens are trained on, one completion's behind the other's."""
+    lengths = [len(sequence.completion.tokens) for sequence in sequences]
+    trained = np.ones(sum(lengths), bool)
+    for sequence, end in zip(sequences, np.cumsum(lengths), strict=True):
+        if sequence.trained is not None:
+            trained[end - len(sequence.trained) : end] = sequence.trained
+    return trained
 
 
 def _part(
@@ -273,7 +301,8 @@ def _part(
 ) -> dict[str, Any]:
     """What this process assembled, in numbers that add up."""
     completions = [sequence.completion for sequence in sequences]
-    sampled_by = np.concatenate([sequence.completion.version[sequence.trained] for sequence in sequences])
+    sampled_by = np.concatenate([completion.version for completion in completions])[_trained(sequences)]
+    lags, counts = np.unique(version - sampled_by, return_counts=True)
     rewards = np.concatenate([group.reward_M[group.verified_M] for group in groups])
     return {
         "sequences": len(sequences),
@@ -287,73 +316,5 @@ def _part(
         "truncated": sum(completion.finish is Finish.LENGTH for completion in completions),
         "groups": len(groups),
         "signal": int(advantage_PM.any(axis=1).sum()),
-        "lags": sorted(Counter((version - sampled_by).tolist()).items()),
+        "lags": list(zip(lags.tolist(), counts.tolist(), strict=True)),
     }
-
-
-def _check_group(group: Group, version: int, config: AssembleConfig) -> None:
-    members = [completion.member for completion in group.completions]
-    if members != list(range(config.batch.group_size)):
-        raise ValueError(
-            f"group t{group.ticket}: expected members 0 to {config.batch.group_size - 1} in order, got {members}"
-        )
-    if group.reward_M.shape != (len(members),) or not np.isfinite(group.reward_M).all():
-        raise ValueError(
-            f"group t{group.ticket}: expected {len(members)} finite rewards, got {group.reward_M.tolist()}"
-        )
-    if group.trained and [len(mask) for mask in group.trained] != [len(c.tokens) for c in group.completions]:
-        raise ValueError(
-            f"group t{group.ticket}: expected a mask as long as each completion, got "
-            f"{[len(mask) for mask in group.trained]} for {[len(c.tokens) for c in group.completions]}"
-        )
-    _check_tokens(group.prompt_tokens, config, f"prompt t{group.ticket}")
-    for completion in group.completions:
-        _check_completion(group, completion, version, config)
-
-
-def _check_completion(group: Group, completion: Completion, version: int, config: AssembleConfig) -> None:
-    where = f"completion t{group.ticket}/{completion.member} of engine {completion.engine_id}"
-    _check_tokens(completion.tokens, config, where)
-    count = len(completion.tokens)
-    positions = len(group.prompt_tokens) + count - 1
-    if positions > config.batch.row_length:
-        raise ValueError(
-            f"{where}: expected at most {config.batch.row_length} positions, got {positions}; raise row_length"
-        )
-    for name in ("behavior_logp", "version"):
-        if len(getattr(completion, name)) != count:
-            raise ValueError(f"{where}: expected {count} of {name}, got {len(getattr(completion, name))}")
-    logp = completion.behavior_logp
-    if not (np.isfinite(logp) & (logp <= 0)).all():
-        bad = int(np.argmin(np.isfinite(logp) & (logp <= 0)))
-        raise ValueError(f"{where}: expected finite log-probs of at most 0, got {logp[bad]} at token {bad}")
-    if not ((completion.version >= 0) & (completion.version <= version)).all():
-        raise ValueError(f"{where}: expected versions 0 to {version}, got {np.unique(completion.version).tolist()}")
-    definition = completion.logprob
-    if definition.temperature != config.temperature or definition.after_truncation:
-        raise ValueError(
-            f"{where}: expected log-probs at temperature {config.temperature} before truncation, got {definition}"
-        )
-    if config.replay and completion.trace is not None:
-        _check_trace(completion, positions, config, where)
-
-
-def _check_tokens(tokens: np.ndarray, config: AssembleConfig, where: str) -> None:
-    if len(tokens) < 1 or tokens.min() < 0 or tokens.max() >= config.vocab_size:
-        got = f"{tokens.min()} to {tokens.max()}" if len(tokens) else "none"
-        raise ValueError(f"{where}: expected at least one token id, each in 0 to {config.vocab_size - 1}, got {got}")
-
-
-def _check_trace(completion: Completion, positions: int, config: AssembleConfig, where: str) -> None:
-    trace = completion.trace
-    assert trace is not None, "the caller looks"
-    expected = (positions - trace.first_row, config.moe_layers, config.experts_per_token)
-    if trace.first_row < 0 or trace.experts_TLK.shape != expected:
-        raise ValueError(
-            f"trace of {where}: expected [rows, layers, slots] {list(expected)} (prompt + tokens - 1 - first row "
-            f"{trace.first_row}), got {list(trace.experts_TLK.shape)}"
-        )
-    # That the ids of a row are distinct was checked when the completion arrived; a too large id would be clamped
-    # silently on the device, so that one is looked at once more.
-    if trace.experts_TLK.size and int(trace.experts_TLK.max()) >= config.experts:
-        raise ValueError(f"trace of {where}: expected ids below {config.experts}, got {int(trace.experts_TLK.max())}")

@@ -18,7 +18,7 @@ from sat_jax.advantages import OverlongConfig
 from train.buffer import Buffer
 from train.data import Prompt, PromptData
 from train.groups import Group
-from train.rewards import Attempt, Verifier, score
+from train.rewards import Attempt, Verifier, open_scorers, score
 from train.run_folder import SampleLine
 from train.seeds import derive_seed
 from train.tokenizer import Tokenizer, decode_sampled
@@ -113,7 +113,7 @@ class Collector:
         self._newest: tuple[SampleLine, ...] = ()
         self._closing = threading.Event()
         # A verifier may take its time: completions are scored beside their arrival, and whole groups handed on in turn.
-        self._scorers = concurrent.futures.ThreadPoolExecutor(settings.scorers, thread_name_prefix="score")
+        self._scorers = open_scorers(verifier, settings.scorers)
         self._finisher = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="finish")
         self._finishing: list[concurrent.futures.Future[None]] = []
         self._thread = threading.Thread(target=self._run, name="collect", daemon=True)
@@ -255,16 +255,15 @@ def check_completion(completion: Completion, stop_ids: tuple[int, ...]) -> None:
     Raises:
       ValueError: it is empty or cut off, or its end is not what its last token says.
     """
-    where = f"completion {completion.request_id}/{completion.member} of engine {completion.engine_id}"
     if completion.finish is Finish.ABORT or not len(completion.tokens):
         raise ValueError(
-            f"{where}: expected a whole completion, got {len(completion.tokens)} tokens that ended by "
+            f"{_where(completion)}: expected a whole completion, got {len(completion.tokens)} tokens that ended by "
             f"{completion.finish.value}"
         )
     stopped = int(completion.tokens[-1]) in stop_ids
     if stopped != (completion.finish is Finish.STOP):
         raise ValueError(
-            f"{where}: expected to end by stop exactly when its last token is one of {stop_ids}, "
+            f"{_where(completion)}: expected to end by stop exactly when its last token is one of {stop_ids}, "
             f"got {completion.finish.value} after token {int(completion.tokens[-1])}; check prompt.stop"
         )
 
@@ -273,23 +272,28 @@ def to_attempt(ticket: int, prompt: Prompt, completion: Completion, tokenizer: T
     """What a verifier is shown of a completion: its text up to the stop token, which is left out."""
     stopped = completion.finish is Finish.STOP
     tokens = completion.tokens[:-1] if stopped else completion.tokens
+    transcript = decode_sampled(tokenizer, tokens)
+    last = decode_sampled(tokenizer, _last_turn(completion)) if isinstance(completion, Trajectory) else transcript
     return Attempt(
         ticket=ticket,
         member=completion.member,
         prompt=prompt.text,
-        completion=decode_sampled(tokenizer, _last_turn(completion)),
+        completion=last,
         stopped=stopped,
         answer=prompt.answer,
         metadata=prompt.metadata,
-        transcript=decode_sampled(tokenizer, tokens),
+        transcript=transcript,
         length=len(completion.tokens),
     )
 
 
-def _last_turn(completion: Completion) -> np.ndarray:
+def _last_turn(trajectory: Trajectory) -> np.ndarray:
     """Tokens of the last sampled stretch, without the stop token."""
-    begin = completion.last_turn if isinstance(completion, Trajectory) else 0
-    return completion.tokens[begin : len(completion.tokens) - (completion.finish is Finish.STOP)]
+    return trajectory.tokens[trajectory.last_turn : len(trajectory.tokens) - (trajectory.finish is Finish.STOP)]
+
+
+def _where(completion: Completion) -> str:
+    return f"completion {completion.request_id}/{completion.member} of engine {completion.engine_id}"
 
 
 def sample_lines(opened: OpenPrompt) -> list[SampleLine]:

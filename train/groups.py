@@ -58,12 +58,12 @@ class Group:
     @property
     def oldest_version(self) -> int:
         """Version of the oldest token: a group is as old as that."""
-        return min(int(completion.version.min()) for completion in self.completions if len(completion.version))
+        return int(np.concatenate([completion.version for completion in self.completions]).min())
 
     @property
     def newest_version(self) -> int:
         """Version of the newest token."""
-        return max(int(completion.version.max()) for completion in self.completions if len(completion.version))
+        return int(np.concatenate([completion.version for completion in self.completions]).max())
 
 
 def to_bytes(groups: Sequence[Group]) -> bytes:

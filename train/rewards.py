@@ -4,13 +4,14 @@ A verifier that fails is an error of the run, never a reward: a reward of 0 woul
 What may hang or crash runs in processes that are killed (`train.verify`).
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import difflib
 import math
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -18,6 +19,8 @@ from sat_jax.advantages import OverlongConfig, overlong_penalty
 from train.seeds import derive_seed
 from train.verify.pool import PoolCounts, Unverified, VerifierConfig, VerifierPool
 from train.verify.worker import RULES
+
+T = TypeVar("T")
 
 INLINE = ("exact_match", "random")
 _USER = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
@@ -171,6 +174,30 @@ def verifier_metrics(verifier: Verifier) -> dict[str, float]:
         "verify/errors": float(counts.errors),
         "verify/starts": float(counts.starts),
     }
+
+
+class _AtOnce(concurrent.futures.Executor):
+    """Runs what it is given in the caller's thread: for work that is shorter than its handing over."""
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[T]:
+        done: concurrent.futures.Future[T] = concurrent.futures.Future()
+        try:
+            done.set_result(fn(*args, **kwargs))
+        except BaseException as error:  # raised by whoever asks for the result
+            done.set_exception(error)
+        return done
+
+
+def open_scorers(verifier: Verifier, scorers: int) -> concurrent.futures.Executor:
+    """What runs `score`: threads for a verifier that may take its time, the caller's for one that compares strings.
+
+    Args:
+      verifier: that `score` will ask.
+      scorers: attempts that are verified side by side.
+    """
+    if verifier is exact_match or isinstance(verifier, RandomReward):
+        return _AtOnce()
+    return concurrent.futures.ThreadPoolExecutor(scorers, thread_name_prefix="score")
 
 
 def score(verifier: Verifier, attempt: Attempt, overlong: OverlongConfig | None = None) -> float | Unverified:

@@ -5,7 +5,6 @@ scored as they come and hands over the group. When a request's deadline has pass
 members that are there are kept and the others asked for anew. Launches no JAX computation.
 """
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import threading
@@ -16,7 +15,7 @@ from rollout_bridge.errors import Retryable
 from rollout_bridge.messages import Completion, SampleRequest
 from train.collect import CollectSettings, OpenPrompt, Samples, check_completion, group_of, sample_lines, to_attempt
 from train.data import PromptData
-from train.rewards import Verifier, score
+from train.rewards import Verifier, open_scorers, score
 from train.run_folder import SampleLine
 from train.seeds import derive_seed
 from train.stream_buffer import StreamBuffer, Ticket
@@ -52,7 +51,7 @@ class StreamCollector:
         self._kept: dict[int, OpenPrompt] = {}  # of requests that were cut short, until they are taken up again
         self._newest: tuple[SampleLine, ...] = ()
         self._closing = threading.Event()
-        self._scorers = concurrent.futures.ThreadPoolExecutor(task.settings.scorers, thread_name_prefix="score")
+        self._scorers = open_scorers(task.verifier, task.settings.scorers)
         self._threads = [
             threading.Thread(target=self._run, name=f"sampler-{number}", daemon=True) for number in range(task.samplers)
         ]

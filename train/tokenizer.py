@@ -118,8 +118,8 @@ class CharTokenizer:
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
         """Characters of the ids, special tokens by name."""
-        _check_ids(tokens, self.vocab_size)
-        return "".join(self._tokens[int(token)] for token in tokens)
+        ids = _check_ids(tokens, self.vocab_size)
+        return "".join([self._tokens[token] for token in ids])
 
     def token_id(self, token: str) -> int:
         """Id of a character or of `<pad>` or `<eos>`."""
@@ -168,8 +168,7 @@ class FileTokenizer:
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
         """Text of the ids, special tokens by name."""
-        _check_ids(tokens, self.vocab_size)
-        return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=False)
+        return self._tokenizer.decode(_check_ids(tokens, self.vocab_size), skip_special_tokens=False)
 
     def token_id(self, token: str) -> int:
         """Id of a token of the vocabulary by its string."""
@@ -231,10 +230,12 @@ def _lookup(token_id: int | None, token: str, known: Iterable[str]) -> int:
     raise ValueError(f"token: expected a token of the vocabulary, got {token!r}; {remedy}")
 
 
-def _check_ids(tokens: Sequence[int] | np.ndarray, vocab_size: int) -> None:
-    outside = [int(token) for token in tokens if not 0 <= token < vocab_size]
-    if outside:
+def _check_ids(tokens: Sequence[int] | np.ndarray, vocab_size: int) -> list[int]:
+    ids = tokens.tolist() if isinstance(tokens, np.ndarray) else [int(token) for token in tokens]
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+        outside = [token for token in ids if not 0 <= token < vocab_size]
         raise ValueError(f"token id: expected 0 to {vocab_size - 1}, got {outside[0]}")
+    return ids
 
 
 def _name(character: str) -> str:
