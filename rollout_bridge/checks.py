@@ -5,7 +5,7 @@ Every function raises ValueError in the form "subject: expected ..., got ... (wh
 
 import collections
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -71,6 +71,75 @@ def check_completion(completion: Completion, request: SampleRequest, model: Mode
         version = completion.version
         versions = f"versions {version.min()} to {version.max()}" if len(version) else "no version"
         raise ValueError(f"{error} (engine {completion.engine_id}, {versions})") from error
+
+
+def check_completions(completions: Sequence[Completion], request: SampleRequest, model: ModelInfo) -> None:
+    """`check_completion` of each, their values together: a comparison of a few numbers costs what it is to begin it.
+
+    Raises:
+      ValueError: names request, member, engine and version of the first that is not as it must be.
+    """
+    if len(completions) > 1 and _sound(completions, request, model):
+        return
+    for completion in completions:
+        check_completion(completion, request, model)
+
+
+def _sound(completions: Sequence[Completion], request: SampleRequest, model: ModelInfo) -> bool:
+    """Whether `check_completion` would let each of them pass; False also where that is too much trouble to say."""
+    if not all(_formed(completion, request, model) for completion in completions):
+        return False
+    tokens, logp, version = (
+        np.concatenate([getattr(completion, name) for completion in completions])
+        for name in ("tokens", "behavior_logp", "version")
+    )
+    last = np.cumsum([len(completion.tokens) for completion in completions]) - 1
+    stops = (tokens[:, None] == np.array(request.sampling.stop_ids, np.int32)).any(1)
+    stopped = np.array([completion.finish is Finish.STOP for completion in completions])
+    growth = np.diff(version)
+    growth[last[:-1]] = 0  # from one completion to the next
+    traces = [completion.trace for completion in completions if completion.trace is not None]
+    return bool(
+        tokens.min() >= 0
+        and tokens.max() < model.vocab_size
+        and (np.isfinite(logp) & (logp <= 0)).all()
+        and version.min() >= 0
+        and (growth >= 0).all()
+        and (stops[last] == stopped).all()
+        and stops.sum() == stopped.sum()
+        and (not traces or np.concatenate([trace.version_T for trace in traces]).min() >= 0)
+        and (not traces or _distinct(np.concatenate([t.experts_TLK for t in traces]), model.num_experts))
+    )
+
+
+def _formed(completion: Completion, request: SampleRequest, model: ModelInfo) -> bool:
+    """All but the values of a plain completion: identity, lengths, definition, end, shape of the trace."""
+    count, trace, definition = len(completion.tokens), completion.trace, completion.logprob
+    sampling = request.sampling
+    room = sampling.max_new_tokens - request.already_sampled
+    ends = {Finish.STOP} | ({Finish.LENGTH} if count == room else {Finish.ABORT})
+    if (
+        completion.request_id != request.request_id
+        or completion.member not in request.members
+        or not 0 < count <= room
+        or not count == len(completion.behavior_logp) == len(completion.version)
+        or completion.truncated_logp is not None
+        or definition.after_truncation
+        or definition.temperature != (sampling.temperature or 1.0)
+        or completion.finish not in ends
+        or (trace is not None) != (request.want_trace and model.moe_layers > 0)
+    ):
+        return False
+    if trace is None:
+        return True
+    prompt = len(request.prompt_tokens)
+    rows = prompt + count - 1 - trace.first_row
+    return (
+        0 <= trace.first_row < prompt
+        and trace.experts_TLK.shape == (rows, model.moe_layers, model.top_k)
+        and trace.version_T.shape == (rows,)
+        and trace.experts_TLK.dtype == id_dtype(model.num_experts)
+    )
 
 
 def check_manifest(manifest: Manifest, model: ModelInfo) -> None:
@@ -273,9 +342,7 @@ def check_routes(trace: Trace, num_experts: int, subject: str) -> None:
     flat = trace.experts_TLK.reshape(rows * layers, slots)
     for begin in range(0, len(flat), _ROUTE_ROWS):
         block = flat[begin : begin + _ROUTE_ROWS]
-        planes = np.ascontiguousarray(block.T)  # a row per slot, so that comparisons run along memory
-        equal = any((planes[shift:] == planes[:-shift]).any() for shift in range(1, slots))
-        if equal or planes.max() >= num_experts:
+        if not _distinct(block, num_experts):
             ordered = np.sort(block, axis=1)
             bad = (ordered[:, 1:] == ordered[:, :-1]).any(1) | (ordered[:, -1] >= num_experts)
             row, layer = divmod(begin + int(bad.argmax()), layers)
@@ -283,6 +350,15 @@ def check_routes(trace: Trace, num_experts: int, subject: str) -> None:
                 f"{subject}: expected {slots} distinct ids below {num_experts}, got "
                 f"{trace.experts_TLK[row, layer].tolist()} in row {row}, layer {layer}"
             )
+
+
+def _distinct(ids: np.ndarray, num_experts: int) -> bool:
+    """Whether the last axis holds distinct ids below `num_experts` everywhere."""
+    slots = ids.shape[-1]
+    planes = np.ascontiguousarray(ids.reshape(-1, slots).T)  # a row per slot, so that comparisons run along memory
+    return not (
+        planes.max() >= num_experts or any((planes[shift:] == planes[:-shift]).any() for shift in range(1, slots))
+    )
 
 
 def _check_ids(ids: np.ndarray, model: ModelInfo, subject: str) -> None:

@@ -11,7 +11,7 @@ import grpc
 import tenacity
 
 from rollout_bridge import codec, codec_push
-from rollout_bridge.checks import check_completion, check_request
+from rollout_bridge.checks import check_completions, check_request
 from rollout_bridge.errors import BridgeError, Busy, Fatal, Retryable
 from rollout_bridge.lease import LEASE_KEY, Lease
 from rollout_bridge.messages import (
@@ -149,8 +149,7 @@ class Client:
 
         def decode(message: Any) -> tuple[Completion, ...]:
             completions = codec.decode_completions(message)
-            for completion in completions:
-                check_completion(completion, request, model)
+            check_completions(completions, request, model)
             return completions
 
         message, name = codec.encode_request(request), f"Sample of {request.request_id!r}"

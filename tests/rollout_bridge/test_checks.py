@@ -10,7 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from rollout_bridge.checks import check_completion, check_manifest, check_probe, check_request, check_routes, id_dtype
+from rollout_bridge import checks
+from rollout_bridge.checks import (
+    check_completion,
+    check_completions,
+    check_manifest,
+    check_probe,
+    check_request,
+    check_routes,
+    id_dtype,
+)
 from rollout_bridge.engines.fake import FakeEngine
 from rollout_bridge.engines.fake_model import fake_probe, fake_weights
 from rollout_bridge.messages import Completion, Finish, LogprobDefinition, TensorSpec, Trace
@@ -134,6 +143,34 @@ def test_a_wrong_completion_is_refused_with_its_place(name, completion, request_
     text = str(caught.value)
     assert expected in text
     assert "engine e1, version" in text
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_completion_is_refused_among_right_ones_as_alone(name, place, completion, request_, model):
+    wrong = changed(completion, **WRONG[name][0])
+    with pytest.raises(ValueError) as alone:
+        check_completion(wrong, request_, model)
+    several = [completion, dataclasses.replace(completion, member=0)]
+    several.insert(place, wrong)
+    with pytest.raises(ValueError) as among:
+        check_completions(several, request_, model)
+    assert str(among.value) == str(alone.value)
+
+
+def test_right_completions_pass_together_without_being_looked_at_singly(model, make_request, monkeypatch):
+    engine, looked = FakeEngine(model, version=3), []
+    monkeypatch.setattr(checks, "check_completion", lambda *_: looked.append(_))
+    for seed in range(30):
+        request = make_request(
+            seed=seed,
+            members=tuple(range(2 + seed % 5)),
+            length=1 + seed % 7,
+            stop=(1, 2, 3)[: seed % 4],
+            temperature=0.5,
+        )
+        check_completions(list(engine.sample(request, threading.Event())), request, model)
+    assert not looked
 
 
 def test_more_tokens_than_asked_for_are_refused(completion, request_, model):

@@ -83,11 +83,12 @@ def _written_out(hidden_BTD: jax.Array, head_DV: jax.Array, target_BT: jax.Array
     return jnp.take_along_axis(logp_BTV, target_BT[..., None], -1)[..., 0], entropy_BT
 
 
-def logp_time(repeat: int, tokens: int, width: int, vocabulary: int) -> dict[str, Any]:
+def logp_time(repeat: int, tokens: int, width: int, vocabulary: int, *, both: bool = True) -> dict[str, Any]:
     """Log-probs and entropies: forward alone, and with gradients for hidden states and head.
 
     `alone`: log-probs have a gradient and entropies none, as in training. `measured`: the same where a pass before has
-    measured the batch, whose scores are then known. `both`: entropies have a gradient too.
+    measured the batch, whose scores are then known. `both`: entropies have a gradient too; written out, that takes some
+    six arrays of logits.
     """
     draw = np.random.default_rng(0)
     hidden_BTD = jnp.asarray(draw.normal(size=(1, tokens, width)), jnp.float32)
@@ -112,10 +113,11 @@ def logp_time(repeat: int, tokens: int, width: int, vocabulary: int) -> dict[str
     for name, form in {"ours": token_logp, "naive": _written_out}.items():
         run[f"{name}_forward"] = functools.partial(jax.jit(form), *arguments)
         run[f"{name}_alone"] = functools.partial(gradients(form, 0), *arguments)
-        run[f"{name}_both"] = functools.partial(gradients(form, 0.01), *arguments)
+        if both:
+            run[f"{name}_both"] = functools.partial(gradients(form, 0.01), *arguments)
     run["ours_measured"] = functools.partial(gradients(known_logp, 0), *arguments, known)
     seconds = in_turns(run, repeat)
-    against = {"forward": "forward", "alone": "alone", "measured": "alone", "both": "both"}
+    against = {"forward": "forward", "alone": "alone", "measured": "alone"} | ({"both": "both"} if both else {})
     ratios = {f"ratio_{what}": seconds[f"ours_{what}"] / seconds[f"naive_{than}"] for what, than in against.items()}
     step = {name: seconds[f"{name}_forward"] for name in ("ours", "naive")}
     step = (step["ours"] + seconds["ours_measured"]) / (step["naive"] + seconds["naive_alone"])
@@ -202,9 +204,10 @@ def main() -> None:
     parser.add_argument("--what", choices=("memory", "time", "all"), default="all")
     parser.add_argument("--repeat", type=int, default=5, help="turns that are counted")
     parser.add_argument("--logp", type=int, nargs=3, metavar=("T", "D", "V"), help="log-probs alone, of this size")
+    parser.add_argument("--no-both", action="store_true", help="with --logp: no gradient of entropies, for its memory")
     arguments = parser.parse_args()
     if arguments.logp:
-        print(json.dumps(rounded(logp_time(arguments.repeat, *arguments.logp))))
+        print(json.dumps(rounded(logp_time(arguments.repeat, *arguments.logp, both=not arguments.no_both))))
     else:
         print(json.dumps(rounded(measure(arguments.what, arguments.repeat))))
 
