@@ -213,7 +213,7 @@ class Layer(nnx.Module):
                 self.router_DE[...].astype(jnp.float32),
                 precision=jax.lax.Precision.HIGHEST,
             )
-            ids_NK, weight_NK, agreement_N = route(score_NE, experts_NK, present_N, self.config)
+            ids_NK, weight_NK, agreement_N = route(score_NE, experts_NK, present_N, self.config, self.mesh)
         used_N = jnp.ones(len(normed_ND), bool) if real_BT is None else real_BT.reshape(-1)
         weights = ExpertWeights(gate_EDF=self.gate_EDF[...], up_EDF=self.up_EDF[...], down_EFD=self.down_EFD[...])
         with jax.named_scope("experts"):

@@ -1,15 +1,19 @@
 """From router scores to expert ids and weights, free or replayed. Replay is an argument, not a mode."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
+from sat_jax.mesh import spec
 from sat_jax.model.config import PolicyConfig
 from sat_jax.routing import agreement
 from sat_jax.shapes import check_shapes
 
 
 def route(
-    score_NE: jax.Array, replayed_NK: jax.Array, present_N: jax.Array, config: PolicyConfig
+    score_NE: jax.Array, replayed_NK: jax.Array, present_N: jax.Array, config: PolicyConfig, mesh: Mesh | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Chooses each token's experts and their weights.
 
@@ -23,6 +27,7 @@ def route(
       replayed_NK: ids to replay, any integer type; anything where absent.
       present_N: bool; whether the row of `replayed_NK` holds a route.
       config: K and whether weights are renormalised.
+      mesh: whose batch axes cut the tokens; None = one device.
 
     Returns:
       ids_NK: the used ids, int32.
@@ -37,7 +42,7 @@ def route(
     sizes = check_shapes(score_NE=score_NE, replayed_NK=replayed_NK, present_N=present_N)
     if sizes["K"] != config.experts_per_token:
         raise ValueError(f"replayed_NK: expected K = {config.experts_per_token}, got {sizes['K']}")
-    live_NK = top_k(score_NE, config.experts_per_token)
+    live_NK = _live(score_NE, config.experts_per_token, mesh)
     ids_NK = jnp.where(present_N[:, None], replayed_NK.astype(jnp.int32), live_NK)
     used_NK = _gather(score_NE, ids_NK)
     if config.norm_topk:
@@ -45,6 +50,15 @@ def route(
     else:
         weight_NK = jnp.exp(used_NK - jax.nn.logsumexp(score_NE, axis=-1, keepdims=True))
     return ids_NK, weight_NK, agreement(ids_NK, live_NK)
+
+
+def _live(score_NE: jax.Array, k: int, mesh: Mesh | None) -> jax.Array:
+    """`top_k`, every device of its own tokens: on a CPU the partitioner would have it gather the scores of all."""
+    if mesh is None or mesh.size == 1:
+        return top_k(score_NE, k)
+    tokens = spec("batch", "unsharded")
+    own = jax.shard_map(functools.partial(top_k, k=k), mesh=mesh, in_specs=(tokens,), out_specs=tokens, check_vma=False)
+    return own(jax.lax.stop_gradient(score_NE))
 
 
 def top_k(score_NE: jax.Array, k: int) -> jax.Array:
