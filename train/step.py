@@ -17,6 +17,7 @@ import optax
 from flax import nnx
 
 from sat_jax import objective as objectives
+from sat_jax.everywhere import by_rows, everywhere, value_everywhere
 from sat_jax.metrics import Mean, Metrics, Sum, merge
 from sat_jax.model.attention import attention_pairs
 from sat_jax.objective import ObjectiveConfig, policy_loss
@@ -25,6 +26,8 @@ from train.export import whole
 from train.state import TrainState, shardings
 
 Batch = tuple[TokenBatch, ...]
+# Positions up to which a batch is small: 3 MB to gather, and milliseconds of a CPU.
+_SMALL = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +100,7 @@ class Step:
         self._mismatch_jit = jax.jit(self._mismatch)
         self._threshold_jit = jax.jit(self._threshold)
         self._values_jit = jax.jit(lambda metrics: {name: metric.value() for name, metric in metrics.items()})
-        self._denominator_jit = jax.jit(lambda micro: objectives.denominator(micro, objective))
+        self._denominator_jit = jax.jit(self._denominator)
         self._grad_jit = jax.jit(self._grad, donate_argnums=1, out_shardings=(kept[0], None))
         # The gradient is not donated: nothing that comes out could take its buffer.
         self._apply_jit = jax.jit(self._apply, donate_argnums=(0, 1), out_shardings=(*kept, None))
@@ -226,13 +229,27 @@ class Step:
             return nnx.merge(self._graph, params).score(micro, self._temperature, known)
 
     def _mismatch(self, params: nnx.State, micro: TokenBatch) -> tuple[jax.Array, TokenScores]:
+        def of(arrays: tuple[jax.Array, TokenBatch]) -> jax.Array:
+            return objectives.mismatch(*arrays, self._objective)
+
         scores = self._score(params, micro).scores
-        return objectives.mismatch(scores.logp_BT, micro, self._objective), scores
+        arrays = (scores.logp_BT, _judged(micro))
+        return by_rows(of, self._mesh, arrays) if self._small((micro,)) else of(arrays), scores
 
     def _threshold(self, mismatches: tuple[jax.Array, ...], batch: Batch) -> jax.Array:
-        mask = _stack([micro.loss_mask_BT for micro in batch])
-        advantage = _stack([micro.advantage_BT for micro in batch])
-        return objectives.batch_threshold(_stack(mismatches), mask, advantage, self._objective)
+        def of(arrays: tuple[tuple[jax.Array, ...], ...]) -> jax.Array:
+            mismatch, mask, advantage = (_stack(parts) for parts in zip(*arrays, strict=True))
+            return objectives.batch_threshold(mismatch, mask, advantage, self._objective)
+
+        looked_at = zip(mismatches, batch, strict=True)
+        arrays = tuple((mismatch_BT, micro.loss_mask_BT, micro.advantage_BT) for mismatch_BT, micro in looked_at)
+        return everywhere(of, self._mesh, arrays) if self._small(batch) else of(arrays)
+
+    def _denominator(self, micro: TokenBatch) -> jax.Array:
+        def of(micro: TokenBatch) -> jax.Array:
+            return objectives.denominator(micro, self._objective)
+
+        return everywhere(of, self._mesh, _judged(micro)) if self._small((micro,)) else of(micro)
 
     def _grad(
         self,
@@ -243,24 +260,39 @@ class Step:
     ) -> tuple[nnx.State, Metrics]:
         def loss(params: nnx.State) -> tuple[jax.Array, Metrics]:
             output = self._score(params, micro, given.scores)
+            said = jax.lax.stop_gradient((output.entropy_BT, output.agreement_BT))
+            rest = (*said, _judged(micro), dataclasses.replace(given, scores=None))
             with jax.named_scope("objective"):
-                report = policy_loss(
-                    output.logp_BT,
-                    micro,
-                    self._objective,
-                    measured=given.measured,
-                    prox_logp_BT=given.prox_logp_BT,
-                    ref_logp_BT=given.ref_logp_BT,
-                    denominator=given.denominator,
-                )
-            metrics = report.metrics | _policy_metrics(output, micro) | {"loss": Sum(report.loss)}
-            return report.loss, metrics | {"attention/useful": Mean(*attention_pairs(micro.segment_BT, self._mesh))}
+                if self._small((micro,)):
+                    return value_everywhere(self._judge, self._mesh, output.logp_BT, rest)
+                return self._judge(output.logp_BT, rest)
 
         with jax.named_scope("gradient"):
             (_, metrics), gradients = jax.value_and_grad(loss, has_aux=True)(params)
         if accumulated is not None:
             gradients = jax.tree.map(jnp.add, accumulated, gradients)
         return gradients, metrics
+
+    def _small(self, batch: Sequence[TokenBatch]) -> bool:
+        """Whether waiting for other devices costs more than doing on each of them what is done of all tokens."""
+        return self._mesh.size > 1 and sum(micro.segment_BT.size for micro in batch) <= _SMALL
+
+    def _judge(
+        self, logp_BT: jax.Array, rest: tuple[jax.Array, jax.Array, TokenBatch, _Given]
+    ) -> tuple[jax.Array, Metrics]:
+        """The loss, and all that is said of a microbatch: pure over these arrays."""
+        entropy_BT, agreement_BT, micro, given = rest
+        report = policy_loss(
+            logp_BT,
+            micro,
+            self._objective,
+            measured=given.measured,
+            prox_logp_BT=given.prox_logp_BT,
+            ref_logp_BT=given.ref_logp_BT,
+            denominator=given.denominator,
+        )
+        metrics = report.metrics | _policy_metrics(entropy_BT, agreement_BT, micro) | {"loss": Sum(report.loss)}
+        return report.loss, metrics | {"attention/useful": Mean(*attention_pairs(micro.segment_BT, self._mesh))}
 
     def _apply(self, params: nnx.State, opt_state: Any, gradients: nnx.State, loss: jax.Array) -> tuple[Any, Any, Any]:
         with jax.named_scope("optimizer"):
@@ -285,15 +317,22 @@ def _stack(arrays: Sequence[jax.Array]) -> jax.Array:
     return jnp.stack([jnp.pad(array, ((0, 0), (0, length - array.shape[1]))) for array in arrays])
 
 
-def _policy_metrics(output: PolicyOutput, micro: TokenBatch) -> Metrics:
+def _judged(micro: TokenBatch) -> TokenBatch:
+    """What the objective and the metrics look at."""
+    nothing: Any = None
+    trace = dataclasses.replace(micro.trace, experts_LBTK=nothing)
+    return dataclasses.replace(micro, input_BT=nothing, target_BT=nothing, position_BT=nothing, trace=trace)
+
+
+def _policy_metrics(entropy_BT: jax.Array, agreement_BT: jax.Array, micro: TokenBatch) -> Metrics:
     """Entropy over active tokens; agreement and absence of replayed routes over real positions."""
     active_BT = micro.loss_mask_BT
     real_BT = micro.segment_BT > 0
     replayed_BT = micro.trace.present_BT & real_BT
     count = jnp.sum(real_BT).astype(jnp.float32)
     return {
-        "entropy": _mean(output.entropy_BT, active_BT),
-        "routing/agreement": _mean(output.agreement_BT, replayed_BT),
+        "entropy": _mean(entropy_BT, active_BT),
+        "routing/agreement": _mean(agreement_BT, replayed_BT),
         "routing/missing": Mean(count - jnp.sum(replayed_BT), count),
     }
 

@@ -1,0 +1,117 @@
+"""Statistics of a small sharded batch, found by every device for itself after one gather.
+
+What asks all devices for one number after another waits for each answer: a threshold found by counting asks a dozen
+times, and over a network the waiting is all there is to it. A few numbers a token are gathered in little more than one
+such wait; every device then has the whole batch and does what a single one would. For a large batch this is wrong twice
+over: in what travels, and in what is done more than once.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+
+from sat_jax.mesh import LOGICAL, gather_over, spec
+
+T = TypeVar("T")
+
+
+def everywhere(function: Callable[[Any], T], mesh: Mesh, tree: Any) -> T:
+    """`function` of whole arrays, on every device.
+
+    Args:
+      function: of a tree like `tree`; pure, without collectives, over no array but these. Not differentiated.
+      mesh: whose batch axes cut the rows.
+      tree: arrays that lead with the batch rows, bool, int32 or float32; and scalars.
+
+    Returns:
+      What `function` gives, every device the same.
+    """
+    return jax.shard_map(
+        lambda own: function(_whole(own)), mesh=mesh, in_specs=(_cut(tree),), out_specs=spec(), check_vma=False
+    )(tree)
+
+
+def by_rows(function: Callable[[Any], T], mesh: Mesh, tree: Any) -> T:
+    """`function` of every device's own rows, nobody waiting for anybody; its arrays are cut along their rows again.
+
+    Args:
+      function: of a tree like `tree`; of a row it says what that row alone gives.
+      mesh: whose batch axes cut the rows.
+      tree: arrays that lead with the batch rows.
+    """
+    return jax.shard_map(function, mesh=mesh, in_specs=(_cut(tree),), out_specs=spec("batch"), check_vma=False)(tree)
+
+
+def value_everywhere(
+    function: Callable[[jax.Array, Any], tuple[jax.Array, T]], mesh: Mesh, value_BT: jax.Array, tree: Any
+) -> tuple[jax.Array, T]:
+    """As `everywhere`, of a function that is differentiated.
+
+    Args:
+      function: of `value_BT` and a tree like `tree`; gives a scalar and what else it found.
+      mesh: whose batch axes cut the rows.
+      value_BT: float32; the scalar's gradient is with regard to it.
+      tree: as `everywhere` takes it, without a gradient.
+
+    Returns:
+      What `function` gives. What else it found has no gradient.
+    """
+    result: Any = _value(function, mesh, value_BT, tree)
+    return result
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _value(function: Any, mesh: Mesh, value_BT: jax.Array, tree: Any) -> Any:
+    return everywhere(lambda whole: function(*whole), mesh, (value_BT, tree))
+
+
+def _forward(function: Any, mesh: Mesh, value_BT: jax.Array, tree: Any) -> tuple[Any, jax.Array]:
+    def local(own: Any) -> tuple[Any, jax.Array]:
+        result, slope_BT = jax.value_and_grad(function, has_aux=True)(*_whole(own))
+        rows = len(own[0])
+        return result, lax.dynamic_slice_in_dim(slope_BT, lax.axis_index(LOGICAL["batch"]) * rows, rows)
+
+    own = (value_BT, tree)
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=(_cut(own),), out_specs=(spec(), spec("batch")), check_vma=False)
+    return sharded(own)
+
+
+def _backward(_function: Any, _mesh: Mesh, slope_BT: jax.Array, grads: tuple[jax.Array, Any]) -> tuple[jax.Array, None]:
+    return grads[0] * slope_BT, None
+
+
+_value.defvjp(_forward, _backward)
+
+
+def _cut(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: spec("batch") if leaf.ndim else spec(), tree)
+
+
+def _whole(own: Any) -> Any:
+    """The arrays of all devices. They travel side by side as the words that they are: one gather, not a bit changed."""
+    leaves, structure = jax.tree.flatten(own)
+    arrays = [leaf for leaf in leaves if leaf.ndim]
+    words = jnp.concatenate([_words(array).reshape(len(array), -1) for array in arrays], axis=1)
+    words = gather_over(words, LOGICAL["batch"])
+    ends = [0]
+    for array in arrays:
+        ends.append(ends[-1] + math.prod(array.shape[1:]))
+    parts = (words[:, first:end] for first, end in itertools.pairwise(ends))
+    whole = [_unword(part, like).reshape(-1, *like.shape[1:]) for part, like in zip(parts, arrays, strict=True)]
+    filled = iter(whole)
+    return jax.tree.unflatten(structure, [next(filled) if leaf.ndim else leaf for leaf in leaves])
+
+
+def _words(array: jax.Array) -> jax.Array:
+    return array.astype(jnp.int32) if array.dtype == bool else lax.bitcast_convert_type(array, jnp.int32)
+
+
+def _unword(words: jax.Array, like: jax.Array) -> jax.Array:
+    return words != 0 if like.dtype == bool else lax.bitcast_convert_type(words, like.dtype)
