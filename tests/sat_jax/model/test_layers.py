@@ -3,7 +3,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sat_jax.model.layers import rms_norm, rope
+from sat_jax.model.layers import frequencies, rms_norm, rope
 from tests.reference.policy_twin import turn
 
 
@@ -28,6 +28,12 @@ def test_rope_equals_the_half_rotation():
     )
     np.testing.assert_allclose(rope(x, position, 100.0)[0], expected, atol=2e-5)
     np.testing.assert_array_equal(rope(x, position, 100.0)[0, 0], x[0, 0])
+
+
+def test_frequencies_are_rounded_as_transformers_rounds_them():
+    # As transformers 5.19 computes them; 1e6^(-1/4) and 1e6^(-3/4) themselves are nearer to the next float32.
+    expected = np.array([1.0, 0.03162277862429619, 0.0010000000474974513, 3.162277425872162e-05], np.float32)
+    np.testing.assert_array_equal(frequencies(8, 1e6), expected)
 
 
 @given(st.integers(0, 1000), st.integers(0, 1000))
