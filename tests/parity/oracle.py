@@ -8,6 +8,7 @@ import numpy as np
 # By name, so that type checkers need not find them in environments without them.
 torch: Any = importlib.import_module("torch")
 transformers: Any = importlib.import_module("transformers")
+torch.set_num_threads(1)  # its sums are then the same on any number of cores, and threads do not wait for busy ones
 
 
 def make_model(hf_config: dict[str, Any], tensors: dict[str, np.ndarray]) -> Any:
