@@ -18,6 +18,8 @@ from train.plan.collectives import collectives
 from train.state import OptimConfig, init_policy, init_state
 from train.step import Step
 
+pytestmark = pytest.mark.sharded  # a minute of compiling
+
 ROWS, LENGTH = 8, 12
 POLICY = PolicyConfig.tiny(width=32, head_dim=8, experts=8, expert_hidden=32)
 
