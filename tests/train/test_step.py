@@ -100,6 +100,7 @@ def advanced(step, state, batch, references=None):
     return step.update(copy, batch, step.measure(copy, batch), references)
 
 
+@pytest.mark.sharded  # three quarters of a minute of compiling each
 @pytest.mark.parametrize("objective", ["gspo", "sat_grpo"])
 def test_an_update_does_not_depend_on_how_the_batch_is_cut(objective):
     step, state, mesh = build(objective)
