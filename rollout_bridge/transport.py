@@ -138,7 +138,7 @@ def open_channel(address: str, security: Security, max_message_bytes: int) -> gr
         ("grpc.min_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 1000),
         # A stream's own reader takes its events: a thread of the channel between them doubles what a request costs.
-        (grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1),
+        ("SingleThreadedUnaryStream", 1),
     ]
     if isinstance(security.tls, ClientTls):
         tls = security.tls

@@ -211,7 +211,7 @@ def test_small_chunks_share_a_message_in_their_order(lengths, size):
 
 def test_chunks_that_share_a_message_are_written_as_protobuf_would():
     chunks = [Chunk(tensor=n, offset=n << 33, data=bytes([n] * n), checksum=n << 60) for n in range(1, 6)]
-    theirs = [pb.Chunk(tensor=c.tensor, offset=c.offset, data=c.data, checksum=c.checksum) for c in chunks]
+    theirs = [pb.Chunk(tensor=c.tensor, offset=c.offset, data=bytes(c.data), checksum=c.checksum) for c in chunks]
     message = pb.StageRequest(chunk=theirs[0], together=theirs[1:])
     ours = codec_push.serialize_part(chunks)
     assert pb.StageRequest.FromString(ours) == message
