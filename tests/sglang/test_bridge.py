@@ -54,7 +54,8 @@ def bridge(server, stage_folder, tmp_path, token):
 
 @pytest.fixture
 def options(token, trusted):
-    return ClientOptions(security=Security(tls=trusted, token=token), attempts=1)
+    # Messages of a few tensors each: all of this model's weights would share one, sent when nothing more is to be read.
+    return ClientOptions(security=Security(tls=trusted, token=token), attempts=1, chunk_bytes=4096)
 
 
 @pytest.fixture
