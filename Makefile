@@ -28,7 +28,7 @@ lint: .venv/.installed  ## formatting, lint, types
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-test: lint  ## the default suite: everything but the marked groups (about 12 minutes on 2 cores)
+test: lint  ## the default suite: everything but the marked groups (about a quarter of an hour on 2 cores)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-slow: .venv/.installed  ## the slow group: whole runs, killed and resumed
@@ -62,7 +62,7 @@ test-multihost: .venv/.installed  ## runs of two and four processes over gloo: t
 test-faults: .venv/.installed  ## the seeded part of the fault suite: kills, liars, broken connections
 	$(BIN)/python -m pytest -m faults
 
-soak: .venv/.installed  ## the whole fault suite (about an hour); writes docs/soak.md
+soak: .venv/.installed  ## the whole fault suite (a quarter of an hour or more); writes docs/soak.md
 	$(BIN)/python -m tools.soak
 
 test-extras: .venv/.installed  ## the tests that need the extras math and parquet, which it installs
@@ -76,7 +76,7 @@ test-extras: .venv/.installed  ## the tests that need the extras math and parque
 	[ -f $$pins ] || pins=/dev/null; .venv-plan/bin/python -m pip install --quiet -c $$pins -e '.[test,plan]'
 	@touch $@
 
-test-plan: .venv-plan/.installed  ## sat-jax plan for TPU topologies, without a TPU (libtpu in .venv-plan; 10 minutes)
+test-plan: .venv-plan/.installed  ## sat-jax plan for TPU topologies, without a TPU (libtpu in .venv-plan; 10 to 20 minutes)
 	.venv-plan/bin/python -m pytest -m plan
 
 test-plan-full: .venv-plan/.installed  ## the same for every 30B config on its machine; more than an hour
