@@ -265,9 +265,9 @@ def _microbatch(rows: Sequence[Sequence[_Sequence]], length: int, version: int, 
         for start, end, completion in zip(starts, starts + positions, completions, strict=True):
             if config.replay and completion.trace is not None:
                 b, t = divmod(int(start), length)
-                rows_ = slice(t + completion.trace.first_row, t + int(end - start))
-                experts_LBTK[:, b, rows_] = completion.trace.experts_TLK.transpose(1, 0, 2)
-                present_BT[b, rows_] = True
+                routed = slice(t + completion.trace.first_row, t + int(end - start))
+                experts_LBTK[:, b, routed] = completion.trace.experts_TLK.transpose(1, 0, 2)
+                present_BT[b, routed] = True
     trace: Any = RoutingTrace(experts_LBTK=experts_LBTK, present_BT=present_BT)  # type: ignore[arg-type]
     return TokenBatch(**arrays, trace=trace)
 

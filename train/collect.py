@@ -214,12 +214,11 @@ class Collector:
 
     def _receive(self, completion: Completion, version: int | None, pending: dict[str, tuple[int, OpenPrompt]]) -> None:
         """Takes in one completion; the last of its group makes the group."""
-        where = f"completion {completion.request_id}/{completion.member} of engine {completion.engine_id}"
-        self._check(completion, version, where)
+        self._check(completion, version)
         ticket, opened = pending.get(completion.request_id, (-1, None))
         size = self._settings.group_size
         if opened is None or completion.member in opened.completions or not 0 <= completion.member < size:
-            raise ValueError(f"{where}: expected a wanted member, each once, got one that is not open")
+            raise ValueError(f"{_where(completion)}: expected a wanted member, each once, got one that is not open")
         attempt = to_attempt(ticket, opened.prompt, completion, self._tokenizer)
         opened.completions[completion.member] = completion
         opened.attempts[completion.member] = attempt
@@ -241,12 +240,11 @@ class Collector:
             if not self._closing.is_set():
                 self._buffer.fail(error)
 
-    def _check(self, completion: Completion, version: int | None, where: str) -> None:
+    def _check(self, completion: Completion, version: int | None) -> None:
         check_completion(completion, self._settings.stop_ids)
         if version is not None and (completion.version != version).any():
-            raise ValueError(
-                f"{where}: expected every token of version {version}, got {np.unique(completion.version).tolist()}"
-            )
+            got = np.unique(completion.version).tolist()
+            raise ValueError(f"{_where(completion)}: expected every token of version {version}, got {got}")
 
 
 def check_completion(completion: Completion, stop_ids: tuple[int, ...]) -> None:

@@ -12,6 +12,7 @@ from rollout_bridge.checks import check_completion
 from rollout_bridge.engines.fake import FakeEngine
 from rollout_bridge.engines.fake_model import fake_logp, fake_probe, fake_routes, fake_weights, fingerprint
 from tests.rollout_bridge.standing import Standing
+from tests.rollout_bridge.waiting import eventually
 
 
 @pytest.fixture
@@ -48,13 +49,6 @@ class Running:
         self._thread.join(30)
         assert not self._thread.is_alive()
         return self.completions
-
-
-def eventually(what):
-    end = time.monotonic() + 30.0
-    while not what():
-        assert time.monotonic() < end, "did not come to pass"
-        time.sleep(0.005)
 
 
 def run(engine, request):

@@ -18,6 +18,7 @@ from rollout_bridge.engines.fake_model import fake_model, fake_probe, fake_weigh
 from rollout_bridge.errors import NotStaged
 from rollout_bridge.messages import Staged
 from tests.rollout_bridge.standing import Standing
+from tests.rollout_bridge.waiting import eventually
 
 QUICK = ClientOptions(attempts=2, control_seconds=5.0)
 
@@ -59,13 +60,6 @@ def wanted(requests):
 @pytest.fixture
 def requests(make_request):
     return [make_request(f"t{i}", members=(0, 1, 2), seed=i, prompt=(3 + i % 5, 9)) for i in range(12)]
-
-
-def eventually(what, seconds=30.0):
-    end = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end, "did not come to pass"
-        time.sleep(0.01)
 
 
 # ------------------------------------------------------------------------------------------------ sampling

@@ -1,7 +1,6 @@
 """One trainer publishes to an engine; its latest start, and nobody else while it lives."""
 
 import contextlib
-import time
 
 import pytest
 
@@ -9,6 +8,7 @@ from rollout_bridge import Client, ClientOptions, Fatal, Fleet, FleetOptions, In
 from rollout_bridge.engines.fake import FakeEngine
 from rollout_bridge.engines.fake_model import fake_probe, fake_weights
 from rollout_bridge.lease import LeaseBook
+from tests.rollout_bridge.waiting import eventually
 
 ONE = Lease(holder="training of host:/runs/one", start="a")
 RESUMED = Lease(holder="training of host:/runs/one", start="b")
@@ -166,13 +166,6 @@ def training(server, lease):
     with Fleet([server.address], options=options) as fleet:
         fleet.wait_ready(30.0)
         yield fleet
-
-
-def eventually(what):
-    end = time.monotonic() + 30.0
-    while not what():
-        assert time.monotonic() < end, "did not come to pass"
-        time.sleep(0.005)
 
 
 def lost(fleet):

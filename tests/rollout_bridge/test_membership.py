@@ -1,13 +1,13 @@
 """A fleet behind a name: addresses come and go while it works."""
 
 import threading
-import time
 
 import pytest
 
 from rollout_bridge import ClientOptions, Fleet, FleetOptions, InFlight, Lease, ServerOptions, serve
 from rollout_bridge.engines.fake import FakeEngine
 from rollout_bridge.engines.fake_model import fake_probe, fake_weights
+from tests.rollout_bridge.waiting import eventually
 
 NAME = "dns:fleet.example:50051"
 
@@ -52,13 +52,6 @@ def behind(stack):
 def publish(fleet, model, version):
     weights = fake_weights(model, version)
     return fleet.publish(weights, fake_probe(weights, model), InFlight.FINISH)
-
-
-def eventually(what):
-    end = time.monotonic() + 30.0
-    while not what():
-        assert time.monotonic() < end, "did not come to pass"
-        time.sleep(0.005)
 
 
 def kinds(told):

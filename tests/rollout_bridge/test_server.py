@@ -40,6 +40,7 @@ from rollout_bridge.proto import rollout_pb2, rollout_pb2_grpc
 from rollout_bridge.push import PushDesk
 from rollout_bridge.transport import server_options
 from tests.rollout_bridge.standing import Standing
+from tests.rollout_bridge.waiting import eventually
 
 TLS = pathlib.Path(__file__).with_name("tls")
 TOKEN = "a-token-of-16-characters"
@@ -76,13 +77,6 @@ def health_of(channel, name=""):
     stub: Any = health_pb2_grpc.HealthStub(channel)
     status = stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=5).status
     return health_pb2.HealthCheckResponse.ServingStatus.Name(status)
-
-
-def eventually(what, seconds=30.0):
-    end = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end, "did not come to pass"
-        time.sleep(0.01)
 
 
 def encoded(part):

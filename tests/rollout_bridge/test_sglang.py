@@ -14,6 +14,7 @@ from rollout_bridge.cli import main
 from rollout_bridge.engines.fake_model import fake_logp, fake_probe, fake_routes, fake_weights, fingerprint
 from rollout_bridge.engines.sglang import SglangConfig, SglangEngine
 from tests.rollout_bridge.fake_sglang import MODEL
+from tests.rollout_bridge.waiting import eventually
 
 
 @pytest.fixture
@@ -44,13 +45,6 @@ def publish(engine, version, in_flight=InFlight.FINISH, seed=0):
 
 def sample(engine, request, cancelled=None):
     return list(engine.sample(request, cancelled or threading.Event()))
-
-
-def eventually(what, seconds=30.0):
-    end = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end, "did not come to pass"
-        time.sleep(0.005)
 
 
 def hold(server, number=5):

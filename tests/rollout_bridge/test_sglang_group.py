@@ -18,7 +18,8 @@ from rollout_bridge.engines.sglang_group import GroupConfig, Sender
 from rollout_bridge.engines.sglang_http import Refused
 from rollout_bridge.engines.torch_sender import run
 from tests.rollout_bridge.fake_sglang import MODEL
-from tests.rollout_bridge.test_sglang import eventually, hold, publish, sample, sampling, stage
+from tests.rollout_bridge.test_sglang import hold, publish, sample, sampling, stage
+from tests.rollout_bridge.waiting import eventually
 
 GROUP = GroupConfig(
     sender=(sys.executable, "-P", str(Path(__file__).with_name("fake_sender.py"))), bucket_bytes=600, join_seconds=60.0
