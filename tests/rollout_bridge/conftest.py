@@ -2,6 +2,7 @@
 
 import contextlib
 
+import grpc
 import numpy as np
 import pytest
 
@@ -97,3 +98,20 @@ def both(sglang, attach):
     engine = attach(server)
     engine.connect(30.0)
     return server, engine
+
+
+@pytest.fixture
+def requests(make_request):
+    return [make_request(f"t{i}", members=(0, 1, 2), seed=i, prompt=(3 + i % 5, 9)) for i in range(12)]
+
+
+@pytest.fixture
+def fresh(model, start):
+    """An engine that serves nothing yet, and its server."""
+    engine = FakeEngine(model)
+    return engine, start(engine)
+
+
+@pytest.fixture
+def channel(stack):
+    return lambda server: stack.enter_context(grpc.insecure_channel(server.address))
