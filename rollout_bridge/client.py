@@ -1,10 +1,11 @@
 """One endpoint: typed calls with a deadline each, bounded retries, and failures that say whether to try again."""
 
 import dataclasses
+import itertools
 import os
 import socket
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import grpc
@@ -137,22 +138,36 @@ class Client:
         )
 
     def sample(self, request: SampleRequest, model: ModelInfo) -> "Stream[Completion]":
-        """Starts a request; its completions come as they finish, each checked.
+        """Starts a request; its completions come as they finish, each checked: `sample_all` of one."""
+        return self.sample_all([request], model)
+
+    def sample_all(self, requests: Sequence[SampleRequest], model: ModelInfo) -> "Stream[Completion]":
+        """Starts requests by one call; their completions come as they finish, each checked.
 
         The stream raises Fatal for a completion that is not what was asked for (see checks.check_completion). Not
-        repeated here: who knows other engines decides.
+        repeated here: who knows other engines decides. What fails one request ends the call.
+
+        Args:
+          requests: one or more, with distinct ids.
+          model: what the engine holds.
 
         Raises:
-          ValueError: the request does not fit the model.
+          ValueError: a request does not fit the model.
         """
-        check_request(request, model)
+        for request in requests:
+            check_request(request, model)
+        wanted = {request.request_id: request for request in requests}
 
         def decode(message: Any) -> tuple[Completion, ...]:
             completions = codec.decode_completions(message)
-            check_completions(completions, request, model)
+            for request_id, answers in itertools.groupby(completions, lambda completion: completion.request_id):
+                # One that nobody asked for is told to be none of the first request's.
+                check_completions(tuple(answers), wanted.get(request_id, requests[0]), model)
             return completions
 
-        message, name = codec.encode_request(request), f"Sample of {request.request_id!r}"
+        more = f" and {len(requests) - 1} more" if len(requests) > 1 else ""
+        name = f"Sample of {requests[0].request_id!r}{more}"
+        message = codec.encode_requests(requests)
         return self._stream(self._stub.Sample, name, message, self.options.sample_seconds, decode)
 
     def stage(self, weights: Weights, *, seconds: float | None = None) -> StageReport:

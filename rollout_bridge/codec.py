@@ -76,8 +76,34 @@ def encode_request(request: SampleRequest) -> pb.SampleRequest:
     )
 
 
+def encode_requests(requests: Sequence[SampleRequest]) -> pb.SampleRequest:
+    """The requests of a call of `Sample`, one or more, for the wire: the first brings the others."""
+    first, *others = map(encode_request, requests)
+    first.together.extend(others)
+    return first
+
+
+def decode_requests(message: pb.SampleRequest) -> tuple[SampleRequest, ...]:
+    """The requests of a call of `Sample`.
+
+    Raises:
+      ValueError: one of those that travel together with the first brings others of its own, or an id comes twice.
+    """
+    requests = tuple(decode_request(part) for part in (message, *message.together))
+    if any(other.together for other in message.together):
+        raise ValueError(
+            f"request {message.request_id!r}: expected none together with it that brings others of its own, got one"
+        )
+    if len({request.request_id for request in requests}) != len(requests):
+        raise ValueError(
+            f"request {message.request_id!r}: expected others with other ids together with it, got "
+            f"{[request.request_id for request in requests]}"
+        )
+    return requests
+
+
 def decode_request(message: pb.SampleRequest) -> SampleRequest:
-    """A request from the wire."""
+    """A request from the wire, by itself."""
     sampling = message.sampling
     return SampleRequest(
         request_id=message.request_id,

@@ -39,13 +39,16 @@ class StageSink(Protocol):
 
 @runtime_checkable
 class Gathering(Protocol):
-    """An engine that can say which members are finished at the same time: these then travel in one message.
+    """An engine that takes the requests of a call at once and says what is finished at the same time.
 
-    A message costs sender and receiver about a millisecond of processor time, whatever is in it.
+    A message costs sender and receiver a few tenths of a millisecond of processor time, whatever is in it, and a thread
+    that waits for a request of its own about as much.
     """
 
-    def sample_ready(self, request: SampleRequest, cancelled: threading.Event) -> Iterator[Sequence[Completion]]:
-        """What `Engine.sample` yields, in the same order, all together that need not be waited for."""
+    def sample_ready(
+        self, requests: Sequence[SampleRequest], cancelled: threading.Event
+    ) -> Iterator[Sequence[Completion]]:
+        """What `Engine.sample` yields of each request, all together that need not be waited for; as it raises."""
         ...
 
 

@@ -10,6 +10,8 @@ def to_runs(version: np.ndarray) -> list[tuple[int, int]]:
     """Each run's version and length, in order."""
     if not len(version):
         return []
+    if (version == version[0]).all():  # nearly always
+        return [(int(version[0]), len(version))]
     begins = np.concatenate([[0], np.flatnonzero(np.diff(version)) + 1, [len(version)]])
     return [(int(version[begin]), int(end - begin)) for begin, end in itertools.pairwise(begins)]
 

@@ -11,7 +11,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent import futures
 from typing import Any
 
@@ -21,12 +21,13 @@ from grpc_reflection.v1alpha import reflection
 
 from rollout_bridge import codec, codec_push
 from rollout_bridge.checks import check_request
-from rollout_bridge.engine import Engine, Gathering
-from rollout_bridge.errors import BridgeError, Busy, Retryable
+from rollout_bridge.engine import Engine
+from rollout_bridge.errors import BridgeError, Retryable
 from rollout_bridge.lease import LEASE_KEY, NOBODY, Lease, LeaseBook
-from rollout_bridge.messages import Completion, EngineStatus, SampleRequest, Serving
+from rollout_bridge.messages import Completion, EngineStatus, Serving
 from rollout_bridge.proto import rollout_pb2_grpc
 from rollout_bridge.push import PushDesk
+from rollout_bridge.sampling import Slots, sampled
 from rollout_bridge.transport import (
     MAX_MESSAGE_BYTES,
     SENDER_KEY,
@@ -51,7 +52,7 @@ class ServerOptions:
     Attributes:
       security: TLS, token, opt-out.
       max_message_bytes: largest message in or out; a completion's trace must fit.
-      max_samples: Sample calls at once, one thread each; one more is told to come again.
+      max_samples: requests at once, of all Sample calls; a call that would make them more is told to come again.
       max_watchers: Status calls at once, one thread each.
       poll_seconds: how often the engine's state is looked at.
       lease_seconds: of silence after which a trainer has lost the engine to whoever comes.
@@ -162,8 +163,9 @@ class _Servicer(rollout_pb2_grpc.RolloutBridgeServicer):
         self._options = options
         self._leases = LeaseBook(options.lease_seconds)
         self._desk = PushDesk(engine, self._leases)
-        self._samples = threading.Semaphore(options.max_samples)
-        self._watchers = threading.Semaphore(options.max_watchers)
+        self._samples = Slots(options.max_samples, "requests")
+        self._watchers = Slots(options.max_watchers, "Status calls")
+        self._threads = futures.ThreadPoolExecutor(options.max_samples, thread_name_prefix="rollout-bridge-request")
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._follow_health, name="rollout-bridge-health", daemon=True)
         self.health = health.HealthServicer()
@@ -179,6 +181,7 @@ class _Servicer(rollout_pb2_grpc.RolloutBridgeServicer):
         self._stopping.set()
         self.health.enter_graceful_shutdown()
         self._thread.join(timeout=5.0)
+        self._threads.shutdown(wait=False)
 
     def GetModel(self, request: Any, context: grpc.ServicerContext) -> Any:
         with self._answer(context):
@@ -186,14 +189,17 @@ class _Servicer(rollout_pb2_grpc.RolloutBridgeServicer):
 
     def Sample(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
         cancelled = threading.Event()
-        with self._answer(context), _one_of(self._samples, f"{self._options.max_samples} Sample calls"):
-            if not context.add_callback(cancelled.set):
-                return
-            self._must_serve()
-            wanted = codec.decode_request(request)
-            check_request(wanted, self._engine.model())
-            for ready in _sampled(self._engine, wanted, cancelled):
-                yield from self._messages(ready)
+        with self._answer(context):
+            wanted = codec.decode_requests(request)
+            with self._samples.take(len(wanted)):
+                if not context.add_callback(cancelled.set):
+                    return
+                self._must_serve()
+                model = self._engine.model()
+                for one in wanted:
+                    check_request(one, model)
+                for ready in sampled(self._engine, wanted, cancelled, self._threads):
+                    yield from self._messages(ready)
 
     def _messages(self, ready: Sequence[Completion]) -> Iterator[Any]:
         """Completions in as few messages of a moderate size as hold them."""
@@ -247,7 +253,7 @@ class _Servicer(rollout_pb2_grpc.RolloutBridgeServicer):
             return codec.Aborted()
 
     def Status(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
-        with self._answer(context), _one_of(self._watchers, f"{self._options.max_watchers} Status calls"):
+        with self._answer(context), self._watchers.take():
             began = told = time.monotonic()
             status = self._desk.status()
             yield codec.encode_status(status)
@@ -319,26 +325,9 @@ class _Servicer(rollout_pb2_grpc.RolloutBridgeServicer):
             self.health.set(name, status)
 
 
-def _sampled(engine: Engine, request: SampleRequest, cancelled: threading.Event) -> Iterable[Sequence[Completion]]:
-    """What an engine samples, as many at a time as it can say are there."""
-    if isinstance(engine, Gathering):
-        return engine.sample_ready(request, cancelled)
-    return ((completion,) for completion in engine.sample(request, cancelled))
-
-
 def _facts(status: EngineStatus) -> tuple[Any, ...]:
     """What of a state is worth telling at once; counts of requests wait for the heartbeat."""
     return status.engine_id, status.serving, status.version, status.staged_version
-
-
-@contextlib.contextmanager
-def _one_of(slots: threading.Semaphore, what: str) -> Iterator[None]:
-    if not slots.acquire(blocking=False):
-        raise Busy(f"call: expected at most {what} at once; try again")
-    try:
-        yield
-    finally:
-        slots.release()
 
 
 def _lease(context: grpc.ServicerContext) -> Lease:

@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 
 from rollout_bridge import FleetOptions
+from rollout_bridge.dispatch import most_together
 from train.buffer import Buffer, BufferSnapshot
 from train.collect import Collector, Samples
 from train.config import RunConfig
@@ -113,6 +114,7 @@ def _open_bounded(
         zero_std=schedule.zero_std,
         resample_rounds=schedule.resample_rounds,
         attempts=schedule.attempts,
+        together=most_together(problem.collect.group_size, problem.collect.max_new_tokens),
     )
     buffer = StreamBuffer(plan, settings, deadline=config.rollout.deadline, describe=describe, share=share)
     streams = FleetOptions().max_streams * max(len(config.rollout.endpoints), 1)

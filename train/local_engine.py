@@ -10,7 +10,7 @@ import itertools
 import queue
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -143,14 +143,17 @@ class LocalEngine:
           Retryable: no version serves, or the engine is closed.
           Fatal: the request can never be served, or the engine has failed.
         """
-        for ready in self.sample_ready(request, cancelled):
+        for ready in self.sample_ready([request], cancelled):
             yield from itertools.takewhile(lambda _: not cancelled.is_set(), ready)
 
-    def sample_ready(self, request: SampleRequest, cancelled: threading.Event) -> Iterator[list[Completion]]:
-        """`sample`, with those together that ended together."""
-        self._check(request)
+    def sample_ready(self, requests: Sequence[SampleRequest], cancelled: threading.Event) -> Iterator[list[Completion]]:
+        """`sample` of several requests, with those together that ended together."""
+        for request in requests:
+            self._check(request)
         reply: queue.SimpleQueue[Completion | BridgeError] = queue.SimpleQueue()
-        tickets = [Ticket(request=request, member=member, reply=reply) for member in request.members]
+        tickets = [
+            Ticket(request=request, member=member, reply=reply) for request in requests for member in request.members
+        ]
         self._ask(lambda worker: worker.submit(tickets))
         answered = 0
         try:

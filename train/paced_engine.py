@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rollout_bridge.engine import StageSink
 from rollout_bridge.engines.fake import FakeEngine
@@ -22,8 +22,8 @@ from train.local_engine import LocalEngine
 class PacedEngine:
     """Implements `rollout_bridge.Engine` over another one.
 
-    One request after the other takes `seconds`, like a device that is busy: asking for more at once is not faster. The
-    inner engine samples ahead of that pace, so that its own speed does not show.
+    One call after the other takes `seconds` for each of its requests, like a device that is busy: asking for more at
+    once is not faster. The inner engine samples ahead of that pace, so that its own speed does not show.
     """
 
     def __init__(self, inner: LocalEngine | FakeEngine, seconds: float) -> None:
@@ -58,13 +58,13 @@ class PacedEngine:
 
     def sample(self, request: SampleRequest, cancelled: threading.Event) -> Iterator[Completion]:
         """The inner engine's completions, not before the request's turn is over."""
-        for ready in self.sample_ready(request, cancelled):
+        for ready in self.sample_ready([request], cancelled):
             yield from ready
 
-    def sample_ready(self, request: SampleRequest, cancelled: threading.Event) -> Iterator[list[Completion]]:
-        """`sample`, all of a request together."""
-        over = self._turn()  # from its arrival on: what the inner engine takes is within its turn
-        completions = list(self._inner.sample(request, cancelled))
+    def sample_ready(self, requests: Sequence[SampleRequest], cancelled: threading.Event) -> Iterator[list[Completion]]:
+        """`sample` of several requests, all together once their turns are over: a device samples a batch at a time."""
+        over = self._turn(len(requests))  # from their arrival on: what the inner engine takes is within it
+        completions = list(self._sampled(requests, cancelled))
         cancelled.wait(over - time.monotonic())
         yield completions
 
@@ -96,8 +96,16 @@ class PacedEngine:
         """The inner engine's."""
         self._inner.close()
 
-    def _turn(self) -> float:
-        """When this request is done, if those before it take their time."""
+    def _sampled(self, requests: Sequence[SampleRequest], cancelled: threading.Event) -> Iterator[Completion]:
+        if isinstance(self._inner, LocalEngine):
+            for ready in self._inner.sample_ready(requests, cancelled):
+                yield from ready
+            return
+        for request in requests:
+            yield from self._inner.sample(request, cancelled)
+
+    def _turn(self, requests: int) -> float:
+        """When these requests are done, if those before them take their time."""
         with self._lock:
-            self._free_at = max(self._free_at, time.monotonic()) + self._seconds
+            self._free_at = max(self._free_at, time.monotonic()) + self._seconds * requests
             return self._free_at

@@ -1,7 +1,7 @@
-"""The bounded mode's collection: samplers, each with one prompt at a time, feed the stream buffer.
+"""The bounded mode's collection: samplers, each with a prompt or a few at a time, feed the stream buffer.
 
-A sampler takes a ticket as soon as one may be admitted, asks the fleet for the members that are missing, has them
-scored as they come and hands over the group. When a request's deadline has passed, or the fleet gives it up, the
+A sampler takes tickets as soon as one may be admitted, asks the fleet for the members that are missing, has them
+scored as they come and hands over each group. When a request's deadline has passed, or the fleet gives it up, the
 members that are there are kept and the others asked for anew. Launches no JAX computation.
 """
 
@@ -49,6 +49,7 @@ class StreamCollector:
         self._task = task
         self._buffer = buffer
         self._kept: dict[int, OpenPrompt] = {}  # of requests that were cut short, until they are taken up again
+        self._whole: dict[int, OpenPrompt] = {}  # of which rewards are still to come
         self._newest: tuple[SampleLine, ...] = ()
         self._closing = threading.Event()
         self._scorers = open_scorers(task.verifier, task.settings.scorers)
@@ -92,45 +93,65 @@ class StreamCollector:
 
     def _run(self) -> None:
         try:
-            while (ticket := self._buffer.next_ticket()) is not None:
-                self._sample(ticket)
+            while tickets := self._buffer.next_tickets():
+                self._sample(tickets)
         except BaseException as error:  # raised again by the buffer, in the thread that can stop the run
             if not self._closing.is_set():
                 self._buffer.fail(error)
 
-    def _sample(self, ticket: Ticket) -> None:
-        """Samples what is missing of a prompt; hands over its group, or keeps what came and says that it is late."""
-        opened = self._kept.pop(ticket.number, None) or OpenPrompt(self._task.data[ticket.number], {}, {}, {})
-        whole = False
-        try:
-            whole = self._receive(ticket, opened)
-        except Retryable:
-            if self._closing.is_set():
-                return
-        if whole:
-            group = group_of(ticket.number, opened)
-            # Replaced as a whole, so that `samples` needs no lock; of two at once one may be missing from the display.
-            self._newest = (*self._newest, *sample_lines(opened))[-self._task.settings.shown :]
-            self._buffer.put(group)
+    def _sample(self, tickets: Sequence[Ticket]) -> None:
+        """Samples what prompts lack; hands over whole groups, and keeps what came of the others, which are late."""
+        opened = {ticket: self._kept.pop(ticket.number, None) or self._open(ticket) for ticket in tickets}
+        with contextlib.suppress(Retryable):
+            self._receive(opened)
+        if self._closing.is_set():
             return
-        # Kept before it is said: another sampler may take the prompt up at once.
-        self._kept[ticket.number] = opened
-        if not (self._closing.is_set() or self._buffer.late(ticket.number)):
-            del self._kept[ticket.number]
+        for ticket, prompt in opened.items():
+            # Kept before it is said: another sampler may take the prompt up at once.
+            self._kept[ticket.number] = prompt
+            if not self._buffer.late(ticket.number):
+                del self._kept[ticket.number]
 
-    def _receive(self, ticket: Ticket, opened: OpenPrompt) -> bool:
-        """Takes completions in until all members are there, or the deadline has passed; returns which it was."""
-        size = self._task.settings.group_size
+    def _open(self, ticket: Ticket) -> OpenPrompt:
+        return OpenPrompt(self._task.data[ticket.number], {}, {}, {})
+
+    def _receive(self, opened: dict[Ticket, OpenPrompt]) -> None:
+        """Takes completions in until all members are there, or the deadline has passed; whole groups leave `opened`."""
+        requests = [self._request(ticket, prompt) for ticket, prompt in opened.items()]
+        of_request = dict(zip((request.request_id for request in requests), opened, strict=True))
         end = time.monotonic() + self._task.request_deadline
-        with contextlib.closing(self._each([self._request(ticket, opened)])) as completions:
+        with contextlib.closing(self._each(requests)) as completions:
             for completion in completions:
                 if self._closing.is_set():
-                    return False
-                self._take(ticket, opened, completion)
+                    return
+                ticket = of_request[completion.request_id]
+                self._take(ticket, opened[ticket], completion)
                 self._buffer.progress()
+                if len(opened[ticket].completions) == self._task.settings.group_size:
+                    self._hand_over(ticket, opened.pop(ticket))
                 if time.monotonic() > end:
                     break
-        return len(opened.completions) == size
+
+    def _hand_over(self, ticket: Ticket, prompt: OpenPrompt) -> None:
+        """Has a whole group put into the buffer by whoever brings its last reward: a verifier may take its time."""
+        self._whole[ticket.number] = prompt
+        for reward in prompt.rewards.values():
+            reward.add_done_callback(lambda _: self._rewarded(ticket))  # at once, if it is there
+
+    def _rewarded(self, ticket: Ticket) -> None:
+        prompt = self._whole.get(ticket.number)
+        if prompt is None or not all(reward.done() for reward in prompt.rewards.values()):
+            return
+        if self._whole.pop(ticket.number, None) is None:  # another one was as quick
+            return
+        try:
+            group = group_of(ticket.number, prompt)
+            # Replaced as a whole, so that `samples` needs no lock; of two at once one may be missing from the display.
+            self._newest = (*self._newest, *sample_lines(prompt))[-self._task.settings.shown :]
+            self._buffer.put(group)
+        except BaseException as error:  # raised again by the buffer, in the thread that can stop the run
+            if not self._closing.is_set():
+                self._buffer.fail(error)
 
     def _each(self, requests: Sequence[SampleRequest]) -> Generator[Completion]:
         yield from self._fleet.sample(requests)  # closing this one closes that one

@@ -1,6 +1,6 @@
 """The bounded mode's buffer: admission, freshness and the ledger under one lock.
 
-Samplers pull: `next_ticket` blocks until a prompt may be admitted, or one is to be sampled again, so that capacity is
+Samplers pull: `next_tickets` blocks until a prompt may be admitted, or one is to be sampled again, so that capacity is
 counted at the moment at which it is used. The trainer takes the oldest groups first, whatever their tickets: a
 straggler keeps nobody waiting, and what is too old by then is sampled again.
 """
@@ -23,12 +23,16 @@ from train.waiting import Waiting
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StreamSettings:
-    """What becomes of groups that are too old, without signal, or late; as in `ScheduleConfig`."""
+    """What becomes of groups that are too old, without signal, or late, as in `ScheduleConfig`.
+
+    And how many prompts a sampler takes at once, when there are so many.
+    """
 
     too_old: Literal["reissue", "mask"] = "reissue"
     zero_std: Literal["keep", "drop"] = "keep"
     resample_rounds: int = 2
     attempts: int = 8
+    together: int = 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,18 +89,23 @@ class StreamBuffer(Kept):
             self._served = max(version, -1 if self._served is None else self._served)
             self._note()
 
-    def next_ticket(self) -> Ticket | None:
-        """Waits until a prompt may be sampled, and has it out; None once closed."""
+    def next_tickets(self) -> list[Ticket]:
+        """Waits until a prompt may be sampled, and has it out, with others that may be, too; none once closed.
+
+        One that was sampled before comes alone: what was wrong with it must not cost others an attempt again.
+        """
         with self._waiting.changed:
             self._admissible.wait_for(lambda: self._closed or self._again or self._capacity() > 0)
             if self._closed:
-                return None
-            if self._again:
-                return self._again.popleft()
-            return Ticket(self._ledger.draw(), 0)
+                return []
+            tickets = [self._next()]
+            while len(tickets) < self._settings.together and self._joins(tickets[0]):
+                tickets.append(self._next())
+            self._wake()  # whoever takes what is left
+            return tickets
 
     def close(self) -> None:
-        """Ends every `next_ticket`."""
+        """Ends every `next_tickets`."""
         with self._waiting.changed:
             self._closed = True
             self._admissible.notify_all()
@@ -215,6 +224,15 @@ class StreamBuffer(Kept):
             self._served, self._ledger.trained + len(self._ledger.buffered), len(self._ledger.out)
         )
 
+    def _next(self) -> Ticket:
+        return self._again.popleft() if self._again else Ticket(self._ledger.draw(), 0)
+
+    def _joins(self, first: Ticket) -> bool:
+        """Whether there is another prompt to sample, and both are new."""
+        if self._again:
+            return first.attempt == self._again[0].attempt == 0
+        return first.attempt == 0 and self._capacity() > 0
+
     def _step(self, place: int) -> int:
         """The trainer's version when it trains on the group at this place of the next batch."""
         return self._use + place // self._schedule.groups_per_step
@@ -242,9 +260,14 @@ class StreamBuffer(Kept):
         self._note()
 
     def _note(self) -> None:
-        """Something happened that may let samplers begin: wakes as many as may."""
+        """Something happened that may let samplers begin."""
         self._waiting.note()
-        self._admissible.notify(len(self._again) + self._capacity())
+        self._wake()
+
+    def _wake(self) -> None:
+        """Wakes a sampler if there is something for one; it wakes the next, so that none wakes for nothing."""
+        if self._again or self._capacity() > 0:
+            self._admissible.notify()
 
     def _missing(self, n: int, version: int) -> str:
         return (

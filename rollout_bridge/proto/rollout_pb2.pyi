@@ -66,20 +66,22 @@ class Sampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., stop_ids: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class SampleRequest(_message.Message):
-    __slots__ = ("request_id", "prompt_tokens_T", "sampling", "members", "want_trace", "already_sampled")
+    __slots__ = ("request_id", "prompt_tokens_T", "sampling", "members", "want_trace", "already_sampled", "together")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_T_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     WANT_TRACE_FIELD_NUMBER: _ClassVar[int]
     ALREADY_SAMPLED_FIELD_NUMBER: _ClassVar[int]
+    TOGETHER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_tokens_T: _containers.RepeatedScalarFieldContainer[int]
     sampling: Sampling
     members: _containers.RepeatedScalarFieldContainer[int]
     want_trace: bool
     already_sampled: int
-    def __init__(self, request_id: _Optional[str] = ..., prompt_tokens_T: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., members: _Optional[_Iterable[int]] = ..., want_trace: bool = ..., already_sampled: _Optional[int] = ...) -> None: ...
+    together: _containers.RepeatedCompositeFieldContainer[SampleRequest]
+    def __init__(self, request_id: _Optional[str] = ..., prompt_tokens_T: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., members: _Optional[_Iterable[int]] = ..., want_trace: bool = ..., already_sampled: _Optional[int] = ..., together: _Optional[_Iterable[_Union[SampleRequest, _Mapping]]] = ...) -> None: ...
 
 class VersionRun(_message.Message):
     __slots__ = ("version", "length")

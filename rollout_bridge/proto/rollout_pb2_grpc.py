@@ -97,7 +97,7 @@ class RolloutBridgeServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Sample(self, request, context):
-        """One completion per wanted member, each as it finishes.
+        """One completion per wanted member of every request, each as it finishes. What fails one of them ends the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

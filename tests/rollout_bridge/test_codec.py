@@ -294,3 +294,21 @@ def test_completions_that_travel_together_bring_no_others():
     inner = pb.Completion(request_id="t1", member=2, together=[pb.Completion(request_id="t1", member=3)])
     with pytest.raises(ValueError, match=r"completion t1/2 of engine : expected none together"):
         codec.decode_completions(pb.Completion(request_id="t1", together=[inner]))
+
+
+def test_the_requests_of_a_call_come_back_in_their_order(make_request):
+    requests = [make_request(f"t{i}", members=(i,), prompt=range(1, 2 + i), seed=i) for i in range(3)]
+    for count in (1, 3):
+        back = codec.decode_requests(wire(codec.encode_requests(requests[:count])))
+        assert len(back) == count
+        for request, mine in zip(requests[:count], back, strict=True):
+            equal(mine, request)
+
+
+def test_requests_that_travel_together_bring_no_others_and_have_ids_of_their_own():
+    inner = pb.SampleRequest(request_id="t1", together=[pb.SampleRequest(request_id="t2")])
+    with pytest.raises(ValueError, match=r"request 't0': expected none together with it that brings others"):
+        codec.decode_requests(pb.SampleRequest(request_id="t0", together=[inner]))
+    twice = pb.SampleRequest(request_id="t0", together=[pb.SampleRequest(request_id="t0")])
+    with pytest.raises(ValueError, match=r"request 't0': expected others with other ids .* got \['t0', 't0'\]"):
+        codec.decode_requests(twice)

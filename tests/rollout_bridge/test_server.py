@@ -40,8 +40,8 @@ TOKEN = "a-token-of-16-characters"
 class Together(FakeEngine):
     """Says that the first two members are finished together, and the others by themselves."""
 
-    def sample_ready(self, request, cancelled):
-        completions = list(self.sample(request, cancelled))
+    def sample_ready(self, requests, cancelled):
+        completions = [completion for request in requests for completion in self.sample(request, cancelled)]
         yield completions[:2]
         yield from ([completion] for completion in completions[2:])
 
@@ -167,7 +167,7 @@ def test_more_samples_than_threads_are_told_to_come_again(model, start, connect,
     client = connect(start(engine, options=ServerOptions(max_samples=1)))
     with client.sample(make_request(), model) as first:
         eventually(lambda: engine.status().running == 1)
-        with pytest.raises(Busy, match="at most 1 Sample calls at once"):
+        with pytest.raises(Busy, match="at most 1 requests at once"):
             next(client.sample(make_request("t1"), model))
         assert client.status().running == 1  # other calls have threads of their own
         assert len(list(first)) == 2
@@ -302,8 +302,8 @@ def test_completions_that_are_large_travel_alone(model, start, channel, make_req
 
 def test_a_wrong_completion_among_others_ends_the_stream(model, start, connect, make_request):
     class Wrong(Together):
-        def sample_ready(self, request, cancelled):
-            first, second = list(self.sample(request, cancelled))
+        def sample_ready(self, requests, cancelled):
+            first, second = list(self.sample(requests[0], cancelled))
             yield [first, dataclasses.replace(second, member=first.member + 7)]
 
     with (

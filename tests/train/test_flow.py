@@ -20,7 +20,7 @@ def test_a_push_may_wait_while_groups_are_there_and_what_serves_is_young():
     assert flow.hurries(0)  # nothing serves yet
     flow.served(0)
     assert flow.hurries(1)  # no group for the next batch
-    buffer.next_ticket()
+    buffer.next_tickets()
     buffer.put(make_group(0))
     assert not flow.hurries(1)
     assert flow.hurries(2)  # what serves is max_lag behind
@@ -48,6 +48,6 @@ def test_batch_wise_the_schedule_says_what_is_asked_for_and_when():
 def test_with_the_tightest_bounds_every_push_hurries_that_must(max_lag, hurries):
     flow, buffer = bounded(max_lag)
     flow.served(0)
-    buffer.next_ticket()
+    buffer.next_tickets()
     buffer.put(make_group(0))
     assert flow.hurries(1) is hurries

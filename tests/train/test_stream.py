@@ -20,13 +20,15 @@ def stream():
     """Makes collectors over a fleet, serving version 0; closes them afterwards."""
     made = []
 
-    def start(fleet, *, samplers=3, request_deadline=5.0, attempts=8, max_lag=1, **settings):
+    def start(
+        fleet, *, samplers=3, request_deadline=5.0, attempts=8, max_lag=1, together=1, verifier=exact_match, **settings
+    ):
         schedule = BoundedSchedule(max_lag=max_lag, publish_every=1, steps=20, groups_per_step=2)
-        buffer = StreamBuffer(schedule, StreamSettings(attempts=attempts), deadline=5.0)
+        buffer = StreamBuffer(schedule, StreamSettings(attempts=attempts, together=together), deadline=5.0)
         task = Task(
             data=DATA,
             tokenizer=TOKENIZER,
-            verifier=exact_match,
+            verifier=verifier,
             settings=dataclasses.replace(SETTINGS, **settings),
             request_deadline=request_deadline,
             samplers=samplers,
@@ -110,6 +112,82 @@ def test_a_request_beyond_its_deadline_is_cut_short_and_its_stream_closed(stream
     members = [r.members for r in fleet.requests if r.request_id.startswith("t0")]
     assert members[0] == (0, 1, 2, 3)
     assert members[1][0] > 0
+
+
+def test_prompts_that_may_be_sampled_together_are_asked_for_by_one_call(stream):
+    fleet = FakeFleet(shuffle=True)
+    _, buffer = stream(fleet, together=4, samplers=1)
+    until(lambda: buffer.stats().buffered == 4)
+    assert fleet.calls == 1
+    for group in buffer.take(4, 0):
+        assert group.prompt_tokens.tolist() == DATA[group.ticket].tokens.tolist()
+        assert group.reward_M.tolist() == [1.0, 0.0]
+
+
+def test_what_one_prompt_lacks_costs_those_of_its_call_nothing_that_they_have(stream):
+    class Broken(FakeFleet):
+        def sample(self, requests):
+            for completion in super().sample(requests):
+                if completion.request_id == "t1" and completion.member == 1:
+                    raise Retryable("no completion for 4 s")
+                yield completion
+
+    fleet = Broken()
+    _, buffer = stream(fleet, together=4, samplers=1)
+    until(lambda: buffer.stats().buffered == 4)
+    asked = [(r.request_id, r.members) for r in fleet.requests]
+    assert asked[:4] == [(f"t{i}", (0, 1)) for i in range(4)]
+    assert asked[4:] == [("t1-1", (1,)), ("t2-1", (0, 1)), ("t3-1", (0, 1))]
+    assert fleet.calls == 4  # what failed once is asked for by itself
+    assert buffer.stats().reissued == 3
+
+
+def test_a_verifier_that_takes_its_time_holds_up_no_other_prompt_of_the_call(stream):
+    gate = threading.Event()
+
+    class Slow:
+        def __call__(self, attempt):
+            if attempt.ticket == 0:
+                assert gate.wait(30)
+            return exact_match(attempt)
+
+    fleet = FakeFleet()
+    _, buffer = stream(fleet, together=4, samplers=1, verifier=Slow(), scorers=8)
+    until(lambda: buffer.stats().buffered == 3)
+    assert {group.ticket for group in buffer.take(2, 0)} <= {1, 2, 3}
+    gate.set()
+    until(lambda: buffer.stats().buffered == 2)
+
+
+def test_one_scorer_is_enough_for_the_rewards_of_many_groups(stream):
+    received = threading.Event()
+
+    class Whole(FakeFleet):
+        def sample(self, requests):
+            yield from super().sample(requests)
+            received.set()
+
+    class Late:
+        def __call__(self, attempt):
+            assert received.wait(30)
+            return exact_match(attempt)
+
+    _, buffer = stream(Whole(), together=4, samplers=1, verifier=Late(), scorers=1)
+    until(lambda: buffer.stats().buffered == 4)
+
+
+def test_a_verifier_that_breaks_late_stops_the_run(stream):
+    gate = threading.Event()
+
+    class Broken:
+        def __call__(self, attempt):
+            assert gate.wait(30)
+            raise ArithmeticError("no verdict")
+
+    _, buffer = stream(FakeFleet(), together=4, samplers=1, verifier=Broken(), scorers=8)
+    gate.set()
+    with pytest.raises(ArithmeticError, match="no verdict"):
+        buffer.take(2, 0)
 
 
 def test_a_prompt_that_never_comes_is_dropped_with_its_reason_and_replaced(stream):

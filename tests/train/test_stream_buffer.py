@@ -26,7 +26,7 @@ def admitted(buffer):
     """Everything that may be sampled now."""
     found = []
     while buffer._again or buffer._capacity():
-        found.append(buffer.next_ticket())
+        found += buffer.next_tickets()
     return found
 
 
@@ -175,7 +175,7 @@ def test_a_sampler_waits_for_room_and_ends_when_the_buffer_is_closed():
     buffer = make_buffer()
     admitted(buffer)
     found = []
-    threads = [threading.Thread(target=lambda: found.append(buffer.next_ticket())) for _ in range(3)]
+    threads = [threading.Thread(target=lambda: found.append(buffer.next_tickets())) for _ in range(3)]
     for thread in threads:
         thread.start()
     time.sleep(0.05)
@@ -184,11 +184,39 @@ def test_a_sampler_waits_for_room_and_ends_when_the_buffer_is_closed():
     end = time.monotonic() + 30
     while len(found) < 2 and time.monotonic() < end:
         time.sleep(0.01)
-    assert {ticket.number for ticket in found} == {4, 5}
+    assert {ticket.number for tickets in found for ticket in tickets} == {4, 5}
     buffer.close()
     for thread in threads:
         thread.join(30)
-    assert found[2] is None
+    assert found[2] == []
+
+
+def test_a_sampler_takes_new_prompts_together_and_one_that_was_sampled_before_alone():
+    buffer = make_buffer(groups=3, together=4)
+    assert [ticket.number for ticket in buffer.next_tickets()] == [0, 1, 2, 3]
+    buffer.late(2)
+    buffer.late(0)
+    assert [(ticket.number, ticket.attempt) for ticket in buffer.next_tickets()] == [(2, 1)]
+    assert [(ticket.number, ticket.attempt) for ticket in buffer.next_tickets()] == [(0, 1)]
+    assert [ticket.number for ticket in buffer.next_tickets()] == [4, 5]
+    restored = make_buffer(groups=3, together=4)
+    restored.restore(buffer.snapshot())
+    assert [ticket.number for ticket in restored.next_tickets()] == [0]
+    assert [ticket.number for ticket in restored.next_tickets()] == [1]
+    assert [ticket.number for ticket in restored.next_tickets()] == [2]
+    assert [ticket.number for ticket in restored.next_tickets()] == [3, 4, 5]
+
+
+def test_each_sampler_that_finds_more_than_it_takes_wakes_another():
+    buffer = make_buffer(groups=4, together=2, served=None)
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(buffer.next_tickets())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    buffer.serve(0)
+    for thread in threads:
+        thread.join(30)
+    assert sorted(ticket.number for tickets in found for ticket in tickets) == list(range(8))
 
 
 def test_a_restored_buffer_gives_out_again_what_was_out():
@@ -225,9 +253,7 @@ def test_no_token_is_ever_older_than_allowed_and_no_prompt_is_trained_on_twice(m
     trained: list[int] = []
     for move, which in moves:
         if move == "sample" and (buffer._again or buffer._capacity()):
-            ticket = buffer.next_ticket()
-            assert ticket is not None
-            running[ticket.number] = served
+            running.update({ticket.number: served for ticket in buffer.next_tickets()})
         elif move == "put" and running:
             ticket = sorted(running)[which % len(running)]
             rewards = [1.0, 1.0] if which == 7 else None
@@ -259,20 +285,22 @@ def test_no_token_is_ever_older_than_allowed_and_no_prompt_is_trained_on_twice(m
         assert stats.buffered + stats.out + stats.trained <= (served + max_lag + 1) * 2
 
 
-def test_many_samplers_and_a_trainer_lose_nothing():
-    buffer = make_buffer(max_lag=2, groups=4, steps=30, deadline=20)
+@pytest.mark.parametrize("together", [1, 3, 8])
+def test_many_samplers_and_a_trainer_lose_nothing(together):
+    buffer = make_buffer(max_lag=2, groups=4, steps=30, deadline=20, together=together)
     chance = np.random.default_rng(0)
     waits = chance.uniform(0, 0.002, 1000)
 
     def sampler():
-        while (ticket := buffer.next_ticket()) is not None:
+        while tickets := buffer.next_tickets():
             version = buffer.served
             assert version is not None
-            time.sleep(waits[ticket.number])
-            if ticket.number % 7 == 3 and ticket.attempt == 0:
-                buffer.late(ticket.number)
-            else:
-                buffer.put(make_group(ticket.number, version=version))
+            for ticket in tickets:
+                time.sleep(waits[ticket.number])
+                if ticket.number % 7 == 3 and ticket.attempt == 0:
+                    buffer.late(ticket.number)
+                else:
+                    buffer.put(make_group(ticket.number, version=version))
 
     threads = [threading.Thread(target=sampler) for _ in range(8)]
     for thread in threads:
