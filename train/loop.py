@@ -52,5 +52,8 @@ def _step(r: Run, version: int) -> None:
         # Keeps the old state when not finite.
         r.state, done = r.step.update(r.state, batch, measurement, references, minibatch.prox_logps)
     require_finite(r, done, minibatch, references)  # stops the run with the batch saved; the version has not advanced
-    r.write(version + 1, done, minibatch)
-    r.at_edge(version + 1)  # a window's end: checkpoint, publish, evaluate
+    r.note(version + 1, done, minibatch)
+    try:
+        r.at_edge(version + 1)  # a window's end: checkpoint, publish, evaluate
+    finally:
+        r.write()  # beside the push: samples wait for that one

@@ -104,14 +104,23 @@ class ProbeScorer:
 
     def __call__(self, params: nnx.State) -> Probe:
         """The probe with the log-probs that an engine must reproduce under `params`."""
-        probe = self._probe
+        return self.launch(params)()
+
+    def launch(self, params: nnx.State) -> Callable[[], Probe]:
+        """Begins to score the probe; what is returned waits for it, and any thread may call that."""
         mesh = nnx.merge(self._graph, params).mesh
+        probe = self._probe
         rows = math.prod(mesh.shape[axis] for axis in LOGICAL["batch"])  # one for each shard, all alike
         inputs = (np.tile(array, (rows, 1)) for array in (probe.tokens, probe.segments, probe.positions))
-        logp_BT, experts_LBTK = whole(self._score_jit(params, *inputs))
+        scored = self._score_jit(params, *inputs)
+        if not is_local(scored):
+            scored = whole(scored)  # here and now: a collective
+        return lambda: self._scored(*whole(scored))
+
+    def _scored(self, logp_BT: np.ndarray, experts_LBTK: np.ndarray) -> Probe:
         seen = sum(len(np.unique(experts_BTK)) for experts_BTK in experts_LBTK)
         return dataclasses.replace(
-            probe,
+            self._probe,
             logp=np.array(logp_BT[0], np.float32),
             expert_coverage=seen / max(self._config.moe_layers * self._config.experts, 1),
         )
@@ -171,7 +180,7 @@ class Publisher:
           on_committed: called with the version, in the publishing thread, once every engine serves it.
         """
         self.finish()
-        probe = self._probe(state.params)
+        probe = self._probe.launch(state.params)
         tensors = self._export.tensors(state.params)
         self._exported.clear()
         if not is_local(state.params):
@@ -207,7 +216,7 @@ class Publisher:
         self,
         exported: Iterator[tuple[str, np.ndarray]],
         version: int,
-        probe: Probe,
+        probe: Callable[[], Probe],
         on_committed: Callable[[int], None],
     ) -> None:
         try:
@@ -218,12 +227,13 @@ class Publisher:
             copied = time.monotonic()
             received = self._fleet.stage(weights)
             staged = time.monotonic()
-            report = self._fleet.commit(version, probe, self._in_flight)
+            wanted = probe()  # was scored meanwhile
+            report = self._fleet.commit(version, wanted, self._in_flight)
             self._last = Published(
                 version=version,
                 probe_mean_abs=report.mean_abs,
                 probe_max_abs=report.max_abs,
-                expert_coverage=probe.expert_coverage,
+                expert_coverage=wanted.expert_coverage,
                 bytes=sum(array.nbytes for array in tensors.values()),
                 seconds_export=copied - began,
                 seconds_stage=staged - copied,

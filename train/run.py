@@ -105,6 +105,7 @@ class Run:
     _seen: dict[str, float] = dataclasses.field(default_factory=dict)
     _owes_push: bool = False
     _rewards: list[float] = dataclasses.field(default_factory=list)
+    _noted: Callable[[], None] = lambda: None
     _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     @contextlib.contextmanager
@@ -195,6 +196,7 @@ class Run:
         version = self.state.version
         if shared(self.team, "the newest cut", self.checkpoints.latest()) == version:
             return
+        self.write()  # a run that goes on from this cut has no other chance to
         with self.phase("checkpoint"), self._lock:
             snapshot = joint_snapshot(self.team, self.flow.buffer.snapshot(), self.step_groups)
             if self.ledger is not None:
@@ -237,8 +239,8 @@ class Run:
     def _learning_rate(self) -> Callable[[int], jax.Array]:
         return jax.jit(self.config.optim.learning_rate())  # operation by operation it took a twentieth of a small step
 
-    def write(self, version: int, done: StepReport, minibatch: Minibatch) -> None:
-        """Records a step, and checks that no prompt is lost or counted twice.
+    def note(self, version: int, done: StepReport, minibatch: Minibatch) -> None:
+        """Takes down what a step did, for `write`, and checks that no prompt is lost or counted twice.
 
         Raises:
           ValueError: the ledger does not add up.
@@ -264,7 +266,13 @@ class Run:
         if self.ledger is not None:
             self.ledger.append(version, entry)
         self.checkpoints.raise_failed()
-        self.report.write(version, metrics, self.flow.collector.samples(), assembled.lags)
+        samples = self.flow.collector.samples()
+        self._noted = functools.partial(self.report.write, version, metrics, samples, assembled.lags)
+
+    def write(self) -> None:
+        """Records the step that was noted last, once."""
+        write, self._noted = self._noted, lambda: None
+        write()
 
     def finish(self) -> None:
         """Waits for the last evaluation and the last cut, and writes the summary."""
@@ -281,9 +289,7 @@ class Run:
             for side in ("before", "after")
         }
         prompts = len(self.problem.evaluation)
-        facts = {
-            "compilations": f"{self.compiles.count} programs in {self.compiles.seconds:.0f} s, by the trainer",
-        }
+        facts = {"compilations": f"{self.compiles.count} programs in {self.compiles.seconds:.0f} s, by the trainer"}
         self.report.write_summary({"prompts": prompts, **sides, "facts": facts})
 
     def _summarised(self) -> bool:
