@@ -51,15 +51,15 @@ def _serve(request: dict[str, Any], answer: Any, parent: int, stopped: threading
 
 
 def _engine(request: dict[str, Any]) -> Any:
-    from rollout_bridge.engines.fake import FakeEngine
     from sat_jax.model import PolicyConfig
     from train.local_engine import LocalEngine, LocalEngineConfig, model_info
     from train.paced_engine import PacedEngine
+    from train.stand_in import StandInEngine
 
     policy, config = PolicyConfig(**request["policy"]), LocalEngineConfig(**request["engine"])
     seconds = request["seconds_per_request"]
     if request["stand_in"]:
-        return PacedEngine(FakeEngine(model_info(policy, config)), seconds)
+        return PacedEngine(StandInEngine(model_info(policy, config)), seconds)
     return PacedEngine(LocalEngine(policy, config), seconds) if seconds else LocalEngine(policy, config)
 
 
