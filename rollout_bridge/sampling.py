@@ -31,14 +31,12 @@ class Slots:
         """Has `count` of them, all or none.
 
         Raises:
-          ValueError: there are never so many.
-          Busy: there are not so many free.
+          Busy: there are not so many free. That may never be; a fleet asks for less at a time then.
         """
-        if count > self._most:
-            raise ValueError(f"call: expected at most {self._most} {self._what} at once, got one of {count}")
         with self._lock:
             if self._taken + count > self._most:
-                raise Busy(f"call: expected at most {self._most} {self._what} at once; try again")
+                got = f"{count} beside {self._taken}"
+                raise Busy(f"call: expected at most {self._most} {self._what} at once, got {got}; try again")
             self._taken += count
         try:
             yield

@@ -98,11 +98,11 @@ def test_a_call_has_as_many_places_as_requests_or_none(model, start, connect, ma
     engine = Standing(model, version=1)
     client = connect(start(engine, options=ServerOptions(max_samples=3)))
     requests = [make_request(f"t{i}") for i in range(4)]
-    with pytest.raises(Fatal, match="at most 3 requests at once, got one of 4"):
+    with pytest.raises(Busy, match="at most 3 requests at once, got 4 beside 0; try again"):
         next(client.sample_all(requests, model))
     with client.sample_all(requests[:2], model) as stream:
         eventually(lambda: engine.standing == 2)
-        with pytest.raises(Busy, match="at most 3 requests at once; try again"):
+        with pytest.raises(Busy, match="at most 3 requests at once, got 2 beside 2; try again"):
             next(client.sample_all(requests[2:], model))
         engine.go.set()
         assert len(list(client.sample(requests[2], model))) == 2
@@ -155,6 +155,15 @@ def test_no_call_is_larger_than_an_engine_may_be_asked_at_once(model, start, gat
     fleet = gather(start(FakeEngine(model, version=1)), max_streams=3)
     assert keys(fleet.sample(requests)) == wanted(requests)
     assert sorted(map(len, calls)) == [3, 3, 3, 3]
+
+
+def test_an_engine_that_takes_fewer_at_once_than_a_call_has_is_asked_for_each_alone(
+    model, start, gather, requests, calls
+):
+    fleet = gather(start(FakeEngine(model, version=1), options=ServerOptions(max_samples=2)))
+    assert keys(fleet.sample(requests[:6])) == wanted(requests[:6])
+    assert len(calls[0]) == 6
+    assert all(len(call) == 1 for call in calls[1:])
 
 
 def test_long_and_short_requests_do_not_mix(model, start, gather, make_request, calls):

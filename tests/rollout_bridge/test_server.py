@@ -167,7 +167,7 @@ def test_more_samples_than_threads_are_told_to_come_again(model, start, connect,
     client = connect(start(engine, options=ServerOptions(max_samples=1)))
     with client.sample(make_request(), model) as first:
         eventually(lambda: engine.status().running == 1)
-        with pytest.raises(Busy, match="at most 1 requests at once"):
+        with pytest.raises(Busy, match="at most 1 requests at once, got 1 beside 1"):
             next(client.sample(make_request("t1"), model))
         assert client.status().running == 1  # other calls have threads of their own
         assert len(list(first)) == 2
