@@ -12,11 +12,12 @@ from sat_jax.mesh import batch_sharding
 from sat_jax.model import Policy, PolicyConfig
 from sat_jax.routing import id_dtype
 from sat_jax.types import RoutingTrace, TokenBatch
+from train.moments import DEVICE, in_memory
 from train.state import TrainState, shardings
 
 
 def abstract_state(
-    config: PolicyConfig, optimizer: optax.GradientTransformation, mesh: Mesh
+    config: PolicyConfig, optimizer: optax.GradientTransformation, mesh: Mesh, moments_memory: str = DEVICE
 ) -> tuple[nnx.GraphDef, TrainState]:
     """The policy's static part and a train state of shapes, types and shardings.
 
@@ -24,6 +25,7 @@ def abstract_state(
       config: the policy.
       optimizer: decides the optimizer state.
       mesh: real, or of a topology's devices.
+      moments_memory: as `OptimConfig` has it.
     """
     policy = nnx.eval_shape(lambda: Policy(config, nnx.Rngs(0), mesh))
     graph, params = nnx.split(policy, nnx.Param)
@@ -31,7 +33,7 @@ def abstract_state(
     placed = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         (params, opt_state),
-        (shardings(params, mesh), shardings(opt_state, mesh)),
+        (shardings(params, mesh), in_memory(opt_state, shardings(opt_state, mesh), moments_memory)),
     )
     return graph, TrainState(version=0, params=placed[0], opt_state=placed[1])
 

@@ -81,7 +81,7 @@ def _step(config: RunConfig, problem: Problem) -> tuple[Step, TrainState]:
     mesh = make_mesh(config.mesh)
     graph, params = init_policy(problem.policy, config.seed, mesh)
     optimizer = config.optim.transformation()
-    state = init_state(params, optimizer, mesh)
+    state = init_state(params, optimizer, mesh, config.optim.moments_memory)
     return Step(graph, optimizer, config.objective.config, config.sampling.temperature, state), state
 
 

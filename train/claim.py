@@ -19,6 +19,7 @@ _HARMLESS = (
     "alarms.",
     "checkpoint.",
     "eval.",
+    "optim.moments_memory",
     "rollout.endpoints",
     "rollout.listen",
     "rollout.deadline",

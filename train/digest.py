@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from train.moments import is_hosted
+
 _SEEDS = (0x9E3779B9, 0x85EBCA6B)
 # Of an array on the host, how much is put on a device at a time.
 _SLICE_BYTES = 2**26
@@ -26,7 +28,11 @@ def digests(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
     Args:
       arrays: of 1, 2 or 4 bytes an element.
     """
-    sums = jax.device_get(_sums_of_all(dict(arrays)))
+    hosted = {name for name, array in arrays.items() if is_hosted(array)}
+    sums = _sums_of_all({name: array for name, array in arrays.items() if name not in hosted})
+    # What lives in the host's memory visits the devices one by one: all of it need not fit there.
+    sums |= {name: _sums_of_hosted(arrays[name]) for name in sorted(hosted)}
+    sums = jax.device_get(sums)
     return {name: _text(sums[name], array.shape, array.dtype) for name, array in arrays.items()}
 
 
@@ -56,6 +62,7 @@ def _sums(array: jax.Array, first: jax.Array | int) -> jax.Array:
 
 
 _sums_jit = jax.jit(_sums)
+_sums_of_hosted = jax.jit(lambda array: _sums(jax.device_put(array, jax.memory.Space.Device), 0))
 _sums_of_all = jax.jit(lambda arrays: {name: _sums(array, 0) for name, array in arrays.items()})
 
 

@@ -68,7 +68,7 @@ def start_or_restore(
     optimizer = config.optim.transformation()
     cut = Cut(
         identity=identity(problem, reference),
-        state=init_state(params, optimizer, mesh),
+        state=init_state(params, optimizer, mesh, config.optim.moments_memory),
         buffer=BufferSnapshot(),
         counters={},
     )
@@ -97,7 +97,8 @@ def restore(
     reference = None
     if config.objective.config.needs_reference:
         reference = Reference.load(folder / REFERENCE, problem.policy, mesh)
-    cut = checkpoints.restore(init_state(params, optimizer, mesh), identity(problem, reference), version)
+    state = init_state(params, optimizer, mesh, config.optim.moments_memory)
+    cut = checkpoints.restore(state, identity(problem, reference), version)
     assert cut is not None, "there is a latest one"
     return Start(graph=graph, optimizer=optimizer, cut=cut, reference=reference)
 

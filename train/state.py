@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sat_jax.model import Policy, PolicyConfig
+from train.moments import DEVICE, HOST, in_memory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +28,8 @@ class OptimConfig:
       clip_norm: the gradient is scaled down to this global norm.
       mu_dtype: how the mean of gradients is stored, "float32" or "bfloat16" (2 bytes a parameter less); the mean of
         their squares is float32 in either, since bfloat16 would lose small changes of it.
+      moments_memory: where both are kept, "device" or "host": the host's memory, from where they visit the devices a
+        slice at a time (`train.moments`; on a CPU that is the same RAM). It changes no number.
     """
 
     peak_lr: float
@@ -37,6 +40,7 @@ class OptimConfig:
     weight_decay: float = 0.0
     clip_norm: float = 1.0
     mu_dtype: str = "float32"
+    moments_memory: str = DEVICE
 
     def __post_init__(self) -> None:
         """Checks ranges.
@@ -53,6 +57,7 @@ class OptimConfig:
             ("weight_decay", self.weight_decay, self.weight_decay >= 0, ">= 0"),
             ("clip_norm", self.clip_norm, self.clip_norm > 0, "> 0"),
             ("mu_dtype", self.mu_dtype, self.mu_dtype in ("float32", "bfloat16"), "float32 or bfloat16"),
+            ("moments_memory", self.moments_memory, self.moments_memory in (DEVICE, HOST), f"{DEVICE} or {HOST}"),
         ):
             if not good:
                 raise ValueError(f"optim.{name}: expected {what}, got {value}")
@@ -63,10 +68,10 @@ class OptimConfig:
             return optax.constant_schedule(self.peak_lr)
         return optax.linear_schedule(self.peak_lr / self.warmup, self.peak_lr, max(self.warmup - 1, 1))
 
-    def transformation(self) -> optax.GradientTransformation:
-        """The optimizer."""
+    def transformation(self) -> optax.GradientTransformationExtraArgs:
+        """The optimizer; `update` may be given the global norm of the gradients, and must be for a part of them."""
         return optax.chain(
-            optax.clip_by_global_norm(self.clip_norm),
+            _clip_by_norm(self.clip_norm),
             optax.adamw(
                 self.learning_rate(),
                 b1=self.beta1,
@@ -78,6 +83,21 @@ class OptimConfig:
         )
 
 
+def _clip_by_norm(limit: float) -> optax.GradientTransformationExtraArgs:
+    """`optax.clip_by_global_norm` that can be told the norm, so that it works on one parameter of many."""
+
+    def update(updates: Any, state: Any, params: Any = None, *, norm: jax.Array | None = None, **_rest: Any) -> Any:
+        del params
+        whole = optax.tree.norm(updates) if norm is None else norm
+
+        def clip(gradient: jax.Array) -> jax.Array:
+            return jax.lax.select(whole < limit, gradient, (gradient / whole.astype(gradient.dtype)) * limit)
+
+        return jax.tree.map(clip, updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda _params: optax.EmptyState(), update)
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainState:
     """Everything that an optimizer step changes.
@@ -85,7 +105,8 @@ class TrainState:
     Attributes:
       version: optimizer steps applied; a host integer, never read back from the device.
       params: the policy's parameters (nnx.State of Param, float32).
-      opt_state: optax state; every leaf of a parameter's shape has that parameter's sharding.
+      opt_state: optax state; every leaf of a parameter's shape has that parameter's sharding, on the device or in the
+        host's memory.
     """
 
     version: int
@@ -126,11 +147,14 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
     )
 
 
-def init_state(params: nnx.State, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """A state of version 0.
+def init_state(
+    params: nnx.State, optimizer: optax.GradientTransformation, mesh: Mesh, moments_memory: str = DEVICE
+) -> TrainState:
+    """A state of version 0, its moments in that memory (`OptimConfig.moments_memory`).
 
     `out_shardings` is stated because moments made under `jit` are replicated otherwise.
     """
     abstract = jax.eval_shape(optimizer.init, params)
-    opt_state = jax.jit(optimizer.init, out_shardings=shardings(abstract, mesh))(params)
+    placed = in_memory(abstract, shardings(abstract, mesh), moments_memory)
+    opt_state = jax.jit(optimizer.init, out_shardings=placed)(params)
     return TrainState(version=0, params=params, opt_state=opt_state)

@@ -7,6 +7,7 @@ measured are those of the gradient's pass, which then multiplies the vocabulary 
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from sat_jax.model.attention import attention_pairs
 from sat_jax.objective import ObjectiveConfig, policy_loss
 from sat_jax.types import Measured, PolicyOutput, TokenBatch, TokenScores
 from train.export import whole
+from train.moments import HOST, grouped, in_memory, memory_of, streamed
 from train.state import TrainState, shardings
 
 Batch = tuple[TokenBatch, ...]
@@ -85,17 +87,21 @@ class Step:
 
         Args:
           graph: static part of the policy.
-          optimizer: as it made `state.opt_state`.
+          optimizer: as it made `state.opt_state`. Where that is in the host's memory, it is called for some
+            parameters at a time and given the gradient's global `norm`.
           objective: the loss.
           temperature: of the sampling; logits are divided by it.
-          state: for its shardings.
+          state: for its shardings, and the memory of its moments.
         """
         self._graph = graph
-        self._optimizer = optimizer
+        self._optimizer = optax.with_extra_args_support(optimizer)
         self._objective = objective
         self._temperature = temperature
         self._mesh = mesh = nnx.merge(graph, state.params).mesh
-        kept = (shardings(state.params, mesh), shardings(state.opt_state, mesh))
+        memory = memory_of(state.opt_state)
+        moments = in_memory(state.opt_state, shardings(state.opt_state, mesh), memory)
+        kept = (shardings(state.params, mesh), moments)
+        self._groups = grouped(state.params) if memory == HOST else None
         self._score_jit = jax.jit(self._score)
         self._mismatch_jit = jax.jit(self._mismatch)
         self._threshold_jit = jax.jit(self._threshold)
@@ -298,14 +304,15 @@ class Step:
         with jax.named_scope("optimizer"):
             norm = optax.tree.norm(gradients)
             finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-            updates, advanced = self._optimizer.update(gradients, opt_state, params)
-            stepped = optax.apply_updates(params, updates)
 
-        # The old buffers are donated, so the choice between old and new has to be made in here.
-        def keep(new: Any, old: Any) -> Any:
-            return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+            def advance(params: Any, opt_state: Any, gradients: Any) -> tuple[Any, Any]:
+                updates, advanced = self._optimizer.update(gradients, opt_state, params, norm=norm)
+                new, old = (optax.apply_updates(params, updates), advanced), (params, opt_state)
+                # The old buffers are donated, so the choice between old and new has to be made in here.
+                return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
 
-        return keep(stepped, params), keep(advanced, opt_state), (norm, finite)
+            whole = advance if self._groups is None else functools.partial(streamed, advance, self._groups)
+            return *whole(params, opt_state, gradients), (norm, finite)
 
 
 def _stack(arrays: Sequence[jax.Array]) -> jax.Array:

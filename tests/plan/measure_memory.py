@@ -47,7 +47,7 @@ def main(config_path: str, topology: str, overrides: list[str]) -> None:
 
     def fresh():
         graph, params = init_policy(policy, 0, mesh)
-        return graph, init_state(params, optimizer, mesh)
+        return graph, init_state(params, optimizer, mesh, config.optim.moments_memory)
 
     graph, state = fresh()
     step = Step(graph, optimizer, config.objective.config, config.sampling.temperature, state)

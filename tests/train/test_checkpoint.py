@@ -17,6 +17,7 @@ from tests.reference.rollouts import make_group
 from train.buffer import BufferSnapshot
 from train.checkpoint import Checkpoints, Cut, Identity, flatten, read_meta
 from train.ledger import LedgerState
+from train.moments import memory_of
 from train.state import OptimConfig, TrainState, init_policy, init_state
 
 IDENTITY = Identity(policy="p", tokenizer="t", data="d", reference="r")
@@ -33,14 +34,14 @@ POLICY = PolicyConfig(
 )
 
 
-def make_state(seed=0, devices=1):
+def make_state(seed=0, devices=1, memory="device"):
     mesh = make_mesh(MeshConfig(data=devices), jax.devices()[:devices])
     _, params = init_policy(POLICY, seed, mesh)
-    return init_state(params, OptimConfig(peak_lr=1e-3).transformation(), mesh)
+    return init_state(params, OptimConfig(peak_lr=1e-3).transformation(), mesh, memory)
 
 
-def make_cut(version=3, seed=0):
-    state = dataclasses.replace(make_state(seed), version=version)
+def make_cut(version=3, seed=0, memory="device"):
+    state = dataclasses.replace(make_state(seed, memory=memory), version=version)
     groups = (make_group(6), make_group(7, counts=(1, 4)))
     books = LedgerState(
         next_ticket=9,
@@ -91,6 +92,19 @@ def test_a_cut_is_restored_onto_another_mesh(tmp_path):
     assert back is not None
     assert_same_state(back.state, cut.state)
     assert len(jax.tree.leaves(back.state.params)[0].sharding.device_set) == 4
+
+
+@pytest.mark.parametrize(("before", "after"), [("device", "host"), ("host", "device"), ("host", "host")])
+def test_a_cut_is_restored_into_another_memory(tmp_path, before, after):
+    cut = make_cut(memory=before)
+    assert memory_of(cut.state.opt_state) == before
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(cut)
+        back = checkpoints.restore(make_state(seed=1, devices=2, memory=after), IDENTITY)
+    assert back is not None
+    assert_same_state(back.state, cut.state)
+    assert memory_of(back.state.opt_state) == after
+    assert memory_of(back.state.params) == "device"
 
 
 @pytest.mark.parametrize("missing", ["groups", "state", "meta/metadata"])
@@ -183,15 +197,21 @@ def held_back(monkeypatch):
     release.set()
 
 
-def test_training_goes_on_while_a_cut_is_written_and_what_it_changes_is_not_in_it(tmp_path, held_back):
-    cut = make_cut()
+@pytest.mark.parametrize("memory", ["device", "host"])
+def test_training_goes_on_while_a_cut_is_written_and_what_it_changes_is_not_in_it(tmp_path, held_back, memory):
+    cut = make_cut(memory=memory)
     before = {name: np.array(array) for name, array in flatten(cut.state).items()}
     with Checkpoints(tmp_path, keep=2) as checkpoints:
         checkpoints.save(cut)
         assert not (tmp_path / "3").exists()
-        advance = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf * 2 + 1, tree), donate_argnums=0)
+        kept = jax.tree.map(lambda leaf: leaf.sharding, (cut.state.params, cut.state.opt_state))
+        advance = jax.jit(
+            lambda tree: jax.tree.map(lambda leaf: leaf * 2 + 1, jax.device_put(tree, jax.memory.Space.Device)),
+            donate_argnums=0,
+            out_shardings=kept,
+        )
         jax.block_until_ready(advance((cut.state.params, cut.state.opt_state)))
-        other = make_state(seed=1)
+        other = make_state(seed=1, memory=memory)
         jax.block_until_ready(advance((other.params, other.opt_state)))  # takes whatever memory is free
         held_back.set()
         checkpoints.settle()

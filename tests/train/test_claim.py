@@ -40,6 +40,7 @@ def test_what_does_not_change_the_result_may_differ(tmp_path):
         CONFIG,
         checkpoint=dataclasses.replace(CONFIG.checkpoint, every=8),
         rollout=dataclasses.replace(CONFIG.rollout, deadline=5.0),
+        optim=dataclasses.replace(CONFIG.optim, moments_memory="host"),
     )
     with claim(tmp_path, other):
         assert load(tmp_path / "config.toml") == other

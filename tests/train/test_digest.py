@@ -44,6 +44,7 @@ def test_on_any_mesh_and_on_the_host_it_is_the_same(dtype, monkeypatch):
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2), jax.devices()[:8])
     specs = {"whole": PartitionSpec(), "cut": PartitionSpec("data", "fsdp", "tensor"), "other": PartitionSpec("tensor")}
     placed = {name: jax.device_put(host, NamedSharding(mesh, spec)) for name, spec in specs.items()}
+    placed["hosted"] = jax.device_put(host, NamedSharding(mesh, specs["cut"], memory_kind="pinned_host"))
     assert set(digests(placed).values()) == {digest(host)}
     assert digests({"scalar": jnp.asarray(host[0, 0, 0])})["scalar"] == digest(host[0, 0, 0])
 

@@ -184,7 +184,8 @@ def _weights(config: RunConfig, problem: Problem, folder: Path, mesh: Mesh) -> t
         if start is not None:
             return start.cut.state, start.graph, True
     graph, params = init_policy(problem.policy, derive_seed(config.seed, "init"), mesh)
-    return init_state(params, config.optim.transformation(), mesh), graph, False
+    state = init_state(params, config.optim.transformation(), mesh, config.optim.moments_memory)
+    return state, graph, False
 
 
 def _await_compilation(engines: Engines) -> None:

@@ -198,7 +198,7 @@ def policy_of(config: RunConfig) -> PolicyConfig:
 
 def _trace(config: RunConfig, mesh: Mesh, chip: Chip, cases: tuple[Load, Load]) -> _Traced:
     policy, optimizer = policy_of(config), config.optim.transformation()
-    graph, state = abstract_state(policy, optimizer, mesh)
+    graph, state = abstract_state(policy, optimizer, mesh, config.optim.moments_memory)
     micro = abstract_batch(policy, config.batch.rows, config.batch.row_length, mesh)
     step = Step(graph, optimizer, config.objective.config, config.sampling.temperature, state)
     traced = step.trace(state, micro, max(case.microbatches for case in cases))
