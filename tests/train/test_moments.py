@@ -80,7 +80,7 @@ def test_a_step_that_is_not_finite_leaves_the_hosts_moments_as_they_were(monkeyp
 
 
 def test_the_stacked_layers_visit_in_slices_and_the_rest_whole(monkeypatch):
-    step, state = made("host", {})
+    _, state = made("host", {})
     shapes = [leaf.shape for leaf in jax.tree.leaves(state.params)]
     assert grouped(state.params) == (Group(members=tuple(range(len(shapes))), cuts=1),)
     stacked = [place for place, shape in enumerate(shapes) if len(shape) > 2]

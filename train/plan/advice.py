@@ -5,6 +5,7 @@ import math
 
 from sat_jax.model import PolicyConfig
 from train.config import RunConfig
+from train.moments import HOST
 from train.plan.memory import Resident, saved_bytes
 
 _REMAT = ("none", "projections", "attention", "full")
@@ -18,14 +19,18 @@ class Advice:
       settings: "a.b=c" each, as `--set` takes them.
       frees: bytes a device, estimated.
       why: a sentence.
+      about: names the bytes, where other advice is about the same: only one of them is to be taken. Else "".
     """
 
     settings: tuple[str, ...]
     frees: int
     why: str
+    about: str = ""
 
 
-def advise(config: RunConfig, policy: PolicyConfig, resident: Resident, temporary: int) -> tuple[Advice, ...]:
+def advise(
+    config: RunConfig, policy: PolicyConfig, resident: Resident, temporary: int, hosted: int
+) -> tuple[Advice, ...]:
     """Changes that free memory, largest first.
 
     Args:
@@ -33,12 +38,13 @@ def advise(config: RunConfig, policy: PolicyConfig, resident: Resident, temporar
       policy: its architecture.
       resident: what lives between programs.
       temporary: bytes a device of the fullest program's own, beyond what it was given.
+      hosted: that the fullest moment is less by when the moments are in the host's memory.
     """
     found = [
         *_remat(config, policy),
         *_smaller(config, temporary),
         *_mesh(config, policy, resident),
-        *_moments(config, resident),
+        *_moments(config, resident, hosted),
     ]
     return tuple(sorted((one for one in found if one.frees > 0), key=lambda one: -one.frees))
 
@@ -87,19 +93,36 @@ def _mesh(config: RunConfig, policy: PolicyConfig, resident: Resident) -> list[A
     return [Advice(settings=settings, frees=int(held * (1 - 1 / mesh.data)), why=why)]
 
 
-def _moments(config: RunConfig, resident: Resident) -> list[Advice]:
-    if config.optim.mu_dtype == "bfloat16":
+def _moments(config: RunConfig, resident: Resident, hosted: int) -> list[Advice]:
+    """Fewer bytes of them, or none on the device; what is advised of the mesh may leave but a part of them there."""
+    if config.optim.moments_memory == HOST:
         return []
-    why = "the mean of gradients in two bytes a parameter"
-    return [Advice(settings=("optim.mu_dtype=bfloat16",), frees=resident.parameters // 2, why=why)]
+    found, copies = [], config.mesh.data
+    if config.optim.mu_dtype != "bfloat16":
+        why = "the mean of gradients in two bytes a parameter"
+        found.append(("optim.mu_dtype=bfloat16", resident.parameters // 2, why))
+    why = "the optimizer in the host's memory: each step its moments pass the link to the host and back"
+    found.append((f"optim.moments_memory={HOST}", hosted, why))
+    return [
+        Advice(settings=(setting,), frees=frees // copies, why=why, about="moments") for setting, frees, why in found
+    ]
 
 
 def enough(advice: tuple[Advice, ...], missing: int) -> tuple[Advice, ...]:
-    """The first of them that together free what is missing; all of them where they do not."""
-    freed, taken = 0, []
+    """The first of them that together free what is missing; all of them where they do not.
+
+    Of those about the same bytes the one that frees least, where it does, and else the first.
+    """
+    freed, taken, settled = 0, [], set[str]()
     for one in advice:
         if freed >= missing:
             break
-        taken.append(one)
-        freed += one.frees
+        if one.about in settled:
+            continue
+        rivals = [other for other in advice if one.about and other.about == one.about]
+        # Largest first, so the last that does is the least.
+        chosen = next((other for other in reversed(rivals) if freed + other.frees >= missing), one)
+        settled |= {chosen.about} - {""}
+        taken.append(chosen)
+        freed += chosen.frees
     return tuple(taken)

@@ -14,7 +14,7 @@ from train.abstract import abstract_batch, abstract_state
 from train.config import RunConfig
 from train.plan.advice import Advice, advise, enough
 from train.plan.load import Load, loads, pairs
-from train.plan.memory import Host, Resident, host, logits_bytes, resident, saved_bytes, shard_bytes
+from train.plan.memory import Host, Resident, host, logits_bytes, resident, saved_bytes, shard_bytes, visiting
 from train.plan.price import Cost, Program, cost, need, runs, useful_of_step
 from train.plan.programs import Where, compile_program
 from train.plan.rules import rules_of
@@ -167,6 +167,7 @@ def make_plan(config: RunConfig, options: PlanOptions, say: Callable[[str], None
         compiled = compile_program(name, traced, where, say)
         programs.append(Program(name=name, compiled=compiled, need=need(name, compiled, held, output)))
     costs = _costs(seen, tuple(programs))
+    beside = host(seen.state, seen.policy, config, seen.loads[1], topology.host_devices)
     plan = Plan(
         config=config.name,
         topology=topology.name,
@@ -180,8 +181,8 @@ def make_plan(config: RunConfig, options: PlanOptions, say: Callable[[str], None
         saved=saved_bytes(seen.policy, _positions(config), mesh.shape["tensor"]),
         logits=logits_bytes(seen.policy, _positions(config), mesh.shape["fsdp"] * mesh.shape["expert"]),
         costs=costs,
-        host=host(seen.state, seen.policy, config, seen.loads[1]),
-        pace=_pace(seen, costs[0], options),
+        host=beside,
+        pace=_pace(seen, costs[0], beside.published, options),
         largest_rows=None,
         advice=(),
     )
@@ -251,9 +252,8 @@ def _costs(seen: _Traced, programs: tuple[Program, ...]) -> tuple[Cost, ...]:
     return tuple(costs)
 
 
-def _pace(seen: _Traced, mean: Cost, options: PlanOptions) -> Pace:
+def _pace(seen: _Traced, mean: Cost, published: int, options: PlanOptions) -> Pace:
     load = seen.loads[0]
-    published = host(seen.state, seen.policy, seen.config, load).published
     push = published / options.network
     sampled = load.sequences * load.response
     rollout = None if options.rollout_tokens is None else sampled / options.rollout_tokens
@@ -301,4 +301,7 @@ def _advice(plan: Plan, seen: _Traced) -> tuple[Advice, ...]:
     memory = fullest.compiled.memory
     own = fullest.compiled.required if memory is None else memory.peak - memory.argument
     missing = 0 if available is None else fullest.need - available
-    return enough(advise(seen.config, seen.policy, plan.resident, own), missing)
+    # With the moments elsewhere `apply` has slices of them; by then it may need more than what is fullest now.
+    apply = next((program.need for program in plan.programs if program.name == "apply"), 0)
+    hosted = min(plan.resident.optimizer, fullest.need - apply + plan.resident.optimizer - visiting(seen.state))
+    return enough(advise(seen.config, seen.policy, plan.resident, own, hosted), missing)

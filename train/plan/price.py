@@ -84,7 +84,7 @@ class Cost:
       executed: FLOPs, by room.
       links: bytes that a device sends, by kind of collective and axes.
       seconds: at least; None where the chip's figures are not known or a program does not fit.
-      binding: what takes most of that time: compute, memory or links.
+      binding: what takes most of that time: compute, memory, links or host (the link to its memory).
       by_binding: seconds of each alone.
     """
 
@@ -131,12 +131,16 @@ def cost(
         for (kind, axes), count in sent.items():
             links[f"{kind} over {' x '.join(axes) or 'other groups'}"] += times * count
         known = known and (compiled.memory is not None or not times)
+        hosted = times * _hosted(compiled)
+        known = known and (chip.host_bandwidth is not None or not hosted)
         if chip.flops and chip.memory_bandwidth and chip.link_bandwidth:
             own = {
                 "compute": times * work.total / chip.flops,
                 "memory": times * _moved(work, compiled) / chip.memory_bandwidth,
                 "links": times * sum(sent.values()) / chip.link_bandwidth,
             }
+            if hosted and chip.host_bandwidth:
+                own["host"] = hosted / chip.host_bandwidth
             for name, took in own.items():
                 spent[name] += took
             seconds += max(own.values())
@@ -154,8 +158,16 @@ def cost(
 
 def _moved(work: Work, compiled: Compiled) -> float:
     """Bytes between a chip and its memory: of its products, or at least its arguments in and results out."""
-    own = 0 if compiled.memory is None else compiled.memory.argument + compiled.memory.output
+    own = 0
+    if (memory := compiled.memory) is not None:
+        # What visits from the host is written there once and read once, as is what leaves.
+        own = memory.argument + memory.output + memory.host_argument + memory.host_output
     return max(work.bytes, float(own))
+
+
+def _hosted(compiled: Compiled) -> int:
+    """Bytes between a chip and its host, of the busier way: the link has both at once."""
+    return 0 if compiled.memory is None else max(compiled.memory.host_argument, compiled.memory.host_output)
 
 
 def useful_of_step(forward: float, names: tuple[str, ...], scored: int) -> float:

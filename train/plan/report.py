@@ -113,6 +113,7 @@ def _beside(plan: Plan) -> list[str]:
     host, pace = plan.host, plan.pace
     lines = [
         "beside the devices",
+        *([f"  host: {_gib(host.moments).strip()} GiB of moments, for all devices of one"] if host.moments else []),
         f"  host: {_gib(host.step).strip()} GiB of completions a step at worst lengths, of them "
         f"{_gib(host.routes).strip()} of routes; queue {_gib(host.queue).strip()}",
         f"  checkpoint: {_gib(host.checkpoint).strip()} GiB",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -28,6 +29,7 @@ class Chip:
       flops: peak of bfloat16 products, a second; None = not known, and then so are times.
       memory_bandwidth: of its own memory, bytes a second.
       link_bandwidth: to its neighbours along one axis of the interconnect, both directions together, bytes a second.
+      host_bandwidth: to its host's memory, each way, bytes a second.
       source: of these numbers.
     """
 
@@ -38,6 +40,7 @@ class Chip:
     flops: float | None
     memory_bandwidth: float | None
     link_bandwidth: float | None
+    host_bandwidth: float | None
     source: str
 
 
@@ -46,7 +49,8 @@ CHIPS: Mapping[str, Chip] = MappingProxyType(
         chip.name: chip
         for chip in (
             # Memory is what libtpu 0.0.42 names as available when a program does not fit. The interconnect's figure is
-            # the chip's total (1600, 4800, 3584 Gbit/s) over the axes of its torus (2, 3, 2).
+            # the chip's total (1600, 4800, 3584 Gbit/s) over the axes of its torus (2, 3, 2). PCIe's is that of "How to
+            # Scale Your Model" (jax-ml.github.io/scaling-book/tpus): "typically around 1.5e10" a chip, 32e9 on v6e.
             Chip(
                 name="v5e",
                 kind="tpu",
@@ -55,6 +59,7 @@ CHIPS: Mapping[str, Chip] = MappingProxyType(
                 flops=197e12,
                 memory_bandwidth=819 * _GB,
                 link_bandwidth=100 * _GB,
+                host_bandwidth=15 * _GB,
                 source=_CLOUD,
             ),
             Chip(
@@ -65,6 +70,7 @@ CHIPS: Mapping[str, Chip] = MappingProxyType(
                 flops=459e12,
                 memory_bandwidth=2765 * _GB,
                 link_bandwidth=200 * _GB,
+                host_bandwidth=15 * _GB,
                 source=_CLOUD,
             ),
             Chip(
@@ -75,6 +81,7 @@ CHIPS: Mapping[str, Chip] = MappingProxyType(
                 flops=918e12,
                 memory_bandwidth=1640 * _GB,
                 link_bandwidth=224 * _GB,
+                host_bandwidth=32 * _GB,
                 source=_CLOUD,
             ),
             Chip(
@@ -85,6 +92,7 @@ CHIPS: Mapping[str, Chip] = MappingProxyType(
                 flops=989e12,
                 memory_bandwidth=4800 * _GB,
                 link_bandwidth=900 * _GB,
+                host_bandwidth=64 * _GB,  # PCIe 5: 128 GB/s both ways
                 source="NVIDIA H200 data sheet (dense bfloat16)",
             ),
             Chip(
@@ -95,6 +103,7 @@ CHIPS: Mapping[str, Chip] = MappingProxyType(
                 flops=None,
                 memory_bandwidth=None,
                 link_bandwidth=None,
+                host_bandwidth=None,
                 source="made-up devices of this machine",
             ),
         )
@@ -116,6 +125,11 @@ class Topology:
     name: str
     chip: Chip
     devices: tuple[Any, ...]
+
+    @property
+    def host_devices(self) -> int:
+        """Devices of one host."""
+        return max(Counter(device.process_index for device in self.devices).values())
 
 
 def parse(name: str) -> tuple[Chip, tuple[int, ...]]:

@@ -18,19 +18,21 @@ HELD = Resident(
 
 
 def settings(config, temporary=0):
-    return [one.settings for one in advise(config, policy_of(config), HELD, temporary)]
+    return [one.settings for one in advise(config, policy_of(config), HELD, temporary, 4 * GIB)]
 
 
 def test_advice_comes_in_order_of_what_it_frees():
-    found = advise(load(CONFIG), policy_of(load(CONFIG)), HELD, 30 * GIB)
+    found = advise(load(CONFIG), policy_of(load(CONFIG)), HELD, 30 * GIB, 4 * GIB)
     assert [one.frees for one in found] == sorted((one.frees for one in found), reverse=True)
     assert found[0].settings == ("sampling.max_new_tokens=15360", "batch.row_length=16384")
     assert found[0].frees == 15 * GIB
     # Attention's output and logsumexp of 48 layers and 32768 positions, which "full" computes again.
     assert found[1].settings == ("policy.remat=full",)
     assert found[1].frees == 48 * 32768 * 32 * (128 * 2 + 4)
-    assert found[2].settings == ("optim.mu_dtype=bfloat16",)
-    assert found[2].frees == GIB
+    assert found[2].settings == ("optim.moments_memory=host",)
+    assert found[2].frees == 4 * GIB
+    assert found[3].settings == ("optim.mu_dtype=bfloat16",)
+    assert found[3].frees == GIB
 
 
 def test_where_a_device_has_several_rows_it_gets_fewer_before_shorter_ones():
@@ -40,13 +42,17 @@ def test_where_a_device_has_several_rows_it_gets_fewer_before_shorter_ones():
 
 def test_copies_of_the_model_become_shards():
     config = load(CONFIG, ["mesh.data=2", "mesh.fsdp=4"])
-    found = {one.settings: one.frees for one in advise(config, policy_of(config), HELD, 0)}
+    found = {one.settings: one.frees for one in advise(config, policy_of(config), HELD, 0, 4 * GIB)}
     assert found["mesh.data=1", "mesh.fsdp=8"] == 5 * GIB
+    # Half of the moments would be left there, so that both together free what they say.
+    assert found["optim.moments_memory=host",] == 2 * GIB
 
 
 def test_what_is_done_already_is_not_advised():
     config = load(CONFIG, ["policy.remat=full", "optim.mu_dtype=bfloat16"])
-    assert settings(config) == []
+    assert settings(config) == [("optim.moments_memory=host",)]
+    # There the mean of gradients takes no byte of a device, in whatever type it is.
+    assert settings(load(CONFIG, ["policy.remat=full", "optim.moments_memory=host"])) == []
 
 
 @pytest.mark.parametrize("remat", ["none", "projections", "attention"])
@@ -56,8 +62,17 @@ def test_every_policy_of_recomputation_has_one_that_keeps_less(remat):
 
 
 def test_no_more_is_advised_than_is_missing():
-    found = advise(load(CONFIG), policy_of(load(CONFIG)), HELD, 30 * GIB)
+    found = advise(load(CONFIG), policy_of(load(CONFIG)), HELD, 30 * GIB, 4 * GIB)
     assert enough(found, 14 * GIB) == found[:1]
     assert enough(found, 16 * GIB) == found[:2]
-    assert enough(found, 100 * GIB) == found
+    assert enough(found, 100 * GIB) == found[:3]
     assert dataclasses.astuple(found[0])[0] == found[0].settings
+
+
+def test_of_two_answers_about_the_moments_the_lesser_is_advised_where_it_does_and_never_both():
+    config = load(CONFIG, ["policy.remat=full"])
+    host, shorter, half = advise(config, policy_of(config), HELD, 3 * GIB, 4 * GIB)
+    assert (host.settings, half.settings) == (("optim.moments_memory=host",), ("optim.mu_dtype=bfloat16",))
+    assert enough((host, shorter, half), GIB) == (half,)
+    assert enough((host, shorter, half), GIB + 1) == (host,)
+    assert enough((host, shorter, half), 100 * GIB) == (host, shorter)

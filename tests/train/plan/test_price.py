@@ -60,6 +60,17 @@ def test_each_program_takes_as_long_as_its_slowest_part_and_the_step_as_all_of_t
     assert seen.links == {"all-reduce over fsdp": 8.0}
 
 
+def test_moments_in_the_hosts_memory_pass_its_link_both_ways_at_once_and_the_chips_memory():
+    chip = dataclasses.replace(CHIPS["v5p"], flops=100.0, memory_bandwidth=10.0, link_bandwidth=1.0, host_bandwidth=2.0)
+    memory = Memory(argument=20, output=10, temporary=0, alias=0, peak=20, host_argument=60, host_output=50)
+    parts = {"apply": (1, Work(flops={}, bytes=0.0), dataclasses.replace(compiled(), memory=memory))}
+    seen = cost("balanced", LOAD, 450.0, parts, chip)
+    assert seen.by_binding == pytest.approx({"compute": 0.0, "memory": 140 / 10, "links": 0.0, "host": 60 / 2})
+    assert (seen.seconds, seen.binding) == (30.0, "host")
+    unknown = dataclasses.replace(chip, host_bandwidth=None)
+    assert cost("balanced", LOAD, 450.0, parts, unknown).seconds is None
+
+
 def test_a_program_that_was_refused_leaves_the_time_unknown():
     refused = Compiled(memory=None, required=100, available=16, collectives=(), seconds=0.0)
     parts = {"gradient": (1, Work(flops={"experts": 1.0}, bytes=1.0), refused)}
