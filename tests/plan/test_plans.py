@@ -103,6 +103,39 @@ def test_what_cannot_fit_says_so_and_its_advice_applied_fits(cache):
     assert planned("quickstart", "v5e:2x2", [*LARGE, *applied], cache).fits
 
 
+# 3.6 B parameters on four chips of 15.75 GiB, whose moments are what is too much.
+MANY = [
+    *("mesh.fsdp=2", "mesh.expert=2", SIXTEEN, "policy.dtype=bfloat16", "policy.remat=full", "policy.width=2048"),
+    *("policy.layers=24", "policy.experts=32", "policy.expert_hidden=768", "batch.rows=8", "batch.row_length=128"),
+    *("sampling.max_new_tokens=120", "batch.groups_per_step=4", "batch.group_size=4", "objective.preset=grpo"),
+    "objective.kl_coef=0.0",
+]
+
+
+@pytest.mark.timeout(1800)
+def test_what_cannot_fit_for_its_moments_fits_with_them_in_the_hosts_memory(cache):
+    refused = planned("quickstart", "v5e:2x2", MANY, cache)
+    assert not refused.fits
+    (advice,) = refused.advice
+    assert advice.settings == ("optim.moments_memory=host",)
+    applied = planned("quickstart", "v5e:2x2", [*MANY, *advice.settings], cache)
+    assert applied.fits
+    assert refused.fullest.need - applied.fullest.need == pytest.approx(advice.frees, rel=0.01)
+    # Of the moments nothing stays on a chip but the two counters: its host has those of four.
+    assert applied.resident.optimizer == 2 * 4
+    assert applied.host.moments == 4 * (refused.resident.optimizer - 2 * 4)
+    assert f"host: {applied.host.moments / GIB:.2f} GiB of moments" in as_text(applied)
+    device, host = (
+        next(program.compiled.memory for program in plan.programs if program.name == "apply")
+        for plan in (refused, applied)
+    )
+    assert device is not None
+    assert host is not None
+    # The layers' moments visit a few at a time, not all at once.
+    assert device.peak - host.peak > 0.8 * refused.resident.optimizer
+    assert applied.cost("mean", "balanced").by_binding["host"] == pytest.approx(host.host_argument / 15e9)
+
+
 # What lives between programs is most of it: what XLA's products pack beside their arrays is in no figure of a program.
 MEDIUM = [
     *("mesh.fsdp=4", "mesh.expert=2", SIXTEEN, "policy.width=512", "policy.layers=12", "policy.experts=8"),

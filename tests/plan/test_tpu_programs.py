@@ -8,10 +8,12 @@ from typing import Any
 import jax
 import pytest
 from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
 
 from sat_jax.mesh import MeshConfig, make_mesh
 from sat_jax.model import PolicyConfig
 from sat_jax.objective import ObjectiveConfig
+from train import digest, moments
 from train.abstract import abstract_batch, abstract_state
 from train.state import OptimConfig
 from train.step import Step
@@ -26,9 +28,12 @@ def _libtpu_alone() -> Iterator[None]:
         yield
 
 
+def topology_devices(topology: str) -> Any:
+    return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+
+
 def lowered(topology: str, axes: dict[str, int], config: PolicyConfig, rows: int, length: int):
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
-    mesh = make_mesh(MeshConfig(**axes), devices)
+    mesh = make_mesh(MeshConfig(**axes), topology_devices(topology))
     optimizer = OptimConfig(peak_lr=1e-6).transformation()
     graph, state = abstract_state(config, optimizer, mesh)
     step = Step(graph, optimizer, ObjectiveConfig.preset("sat_grpo"), 1.0, state)
@@ -73,6 +78,36 @@ def test_the_tiny_apply_updates_its_state_in_place(tiny):
     leaves = jax.tree.leaves((state.params, state.opt_state))
     held = sum(leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves)
     assert memory.alias_size_in_bytes >= held
+
+
+@pytest.mark.plan
+@pytest.mark.parametrize("mu_dtype", ["float32", "bfloat16"])
+def test_the_tiny_apply_updates_moments_in_the_hosts_memory_in_place_a_slice_at_a_time(mu_dtype, monkeypatch):
+    monkeypatch.setattr(moments, "_SLICE_BYTES", 1)
+    mesh = make_mesh(MeshConfig(fsdp=2, expert=2), topology_devices("v5e:2x2"))
+    optimizer = OptimConfig(peak_lr=1e-6, mu_dtype=mu_dtype).transformation()
+    graph, state = abstract_state(PolicyConfig.tiny(layers=4), optimizer, mesh, "host")
+    step = Step(graph, optimizer, ObjectiveConfig.preset("grpo"), 1.0, state)
+    program = step.lower(state, abstract_batch(PolicyConfig.tiny(layers=4), 4, 256, mesh))["apply"].compile()
+    memory = program.memory_analysis()
+    held = [
+        leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
+        for leaf in jax.tree.leaves(state.opt_state)
+        if leaf.ndim
+    ]
+    assert memory.host_alias_size_in_bytes == memory.host_argument_size_in_bytes >= sum(held)
+    text = program.as_text()
+    assert isinstance(text, str)
+    assert {"dynamic-slice-start", "dynamic-update-slice-start"} <= set(re.findall(r"= .* ([\w-]+-start)\(", text))
+
+
+@pytest.mark.plan
+def test_digests_of_arrays_in_the_hosts_memory_compile():
+    mesh = make_mesh(MeshConfig(fsdp=4), topology_devices("v5e:2x2"))
+    sharding = NamedSharding(mesh, PartitionSpec(None, "fsdp"), memory_kind="pinned_host")
+    array = jax.ShapeDtypeStruct((8, 512, 128), jax.numpy.float32, sharding=sharding)
+    memory = digest._sums_of_hosted.trace(array).lower().compile().memory_analysis()
+    assert memory.host_argument_size_in_bytes == 8 * 128 * 128 * 4
 
 
 @pytest.mark.plan
