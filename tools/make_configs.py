@@ -151,6 +151,7 @@ eps = 1e-8                     # added to the root of that mean
 weight_decay = 0.0             # decoupled
 clip_norm = 1.0                # global gradient norm
 mu_dtype = "{mu_dtype}"{mu_pad}# how the mean of gradients is stored
+moments_memory = "device"      # where both means are kept: "host" = the host's memory
 
 [warm_start]
 steps = 0                      # none: the run begins at policy.path

@@ -1,6 +1,6 @@
 """One process of a test: gradients of recorded batches and the parameters after a step, on the mesh that it is given.
 
-python -m tests.multihost.fixed_batches BATCHES OUT AXIS=N,... [COORDINATOR PROCESSES PROCESS]
+python -m tests.multihost.fixed_batches BATCHES OUT AXIS=N,... MEMORY [COORDINATOR PROCESSES PROCESS]
 """
 
 import sys
@@ -13,16 +13,16 @@ from train.preemption import Preemption
 
 
 def main() -> None:
-    batches, out, axes, *rest = sys.argv[1:]
+    batches, out, axes, memory, *rest = sys.argv[1:]
     launch = Launch(coordinator=rest[0], processes=int(rest[1]), process=int(rest[2])) if rest else None
     sizes = {axis: int(size) for axis, _, size in (entry.partition("=") for entry in axes.split(","))}
     with join(launch, Preemption()) as team:
-        arrays = compute(sorted(Path(batches).glob("*.npz")), sizes)
+        arrays = compute(sorted(Path(batches).glob("*.npz")), sizes, memory)
         if team.share.process == 0:
             np.savez(out, allow_pickle=False, **arrays)  # pyright: ignore[reportArgumentType]
 
 
-def compute(paths: list[Path], sizes: dict[str, int]) -> dict[str, np.ndarray]:
+def compute(paths: list[Path], sizes: dict[str, int], memory: str) -> dict[str, np.ndarray]:
     from flax import nnx
 
     from sat_jax.mesh import MeshConfig, make_mesh
@@ -37,7 +37,7 @@ def compute(paths: list[Path], sizes: dict[str, int]) -> dict[str, np.ndarray]:
     mesh = make_mesh(MeshConfig(**sizes))
     graph, params = init_policy(POLICY, 0, mesh)
     optimizer = OPTIM.transformation()
-    state = init_state(params, optimizer, mesh)
+    state = init_state(params, optimizer, mesh, memory)
     step = Step(graph, optimizer, ObjectiveConfig.preset("sat_grpo"), 1.0, state)
     found = {}
 

@@ -30,9 +30,9 @@ def batches(tmp_path_factory):
     return folder / "batches"
 
 
-def computed(batches, folder, processes, devices, axes):
+def computed(batches, folder, processes, devices, axes, memory="device"):
     out = folder / f"{processes}x{devices}.npz"
-    command = ["tests.multihost.fixed_batches", str(batches), str(out), axes]
+    command = ["tests.multihost.fixed_batches", str(batches), str(out), axes, memory]
     Processes(folder, command, positional(processes), devices).must_end_well()
     with np.load(out) as file:
         return dict(file)
@@ -46,17 +46,20 @@ def of_one_device(batches, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("processes", "devices", "axes"),
+    ("processes", "devices", "axes", "memory"),
     [
-        (1, 4, "fsdp=2,expert=2"),
-        (2, 2, "fsdp=2,expert=2"),
-        (2, 1, "data=2"),
-        (2, 1, "expert=2"),
-        (4, 1, "fsdp=2,expert=2"),
+        (1, 4, "fsdp=2,expert=2", "device"),
+        (2, 2, "fsdp=2,expert=2", "device"),
+        (2, 2, "fsdp=2,expert=2", "host"),
+        (2, 1, "data=2", "device"),
+        (2, 1, "expert=2", "device"),
+        (4, 1, "fsdp=2,expert=2", "device"),
     ],
 )
-def test_gradients_and_parameters_are_those_of_one_device(batches, of_one_device, tmp_path, processes, devices, axes):
-    found = computed(batches, tmp_path, processes, devices, axes)
+def test_gradients_and_parameters_are_those_of_one_device(
+    batches, of_one_device, tmp_path, processes, devices, axes, memory
+):
+    found = computed(batches, tmp_path, processes, devices, axes, memory)
     assert found.keys() == of_one_device.keys()
     compared = 0
     for name, expected in of_one_device.items():
