@@ -95,7 +95,7 @@ def _clip_by_norm(limit: float) -> optax.GradientTransformationExtraArgs:
 
         return jax.tree.map(clip, updates), state
 
-    return optax.GradientTransformationExtraArgs(lambda _params: optax.EmptyState(), update)
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
 
 
 @dataclasses.dataclass(frozen=True)

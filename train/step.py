@@ -311,8 +311,9 @@ class Step:
                 # The old buffers are donated, so the choice between old and new has to be made in here.
                 return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
 
-            whole = advance if self._groups is None else functools.partial(streamed, advance, self._groups)
-            return *whole(params, opt_state, gradients), (norm, finite)
+            advance_all = advance if self._groups is None else functools.partial(streamed, advance, self._groups)
+            stepped, advanced = advance_all(params, opt_state, gradients)
+            return stepped, advanced, (norm, finite)
 
 
 def _stack(arrays: Sequence[jax.Array]) -> jax.Array:

@@ -89,7 +89,7 @@ def test_the_tiny_apply_updates_moments_in_the_hosts_memory_in_place_a_slice_at_
     graph, state = abstract_state(PolicyConfig.tiny(layers=4), optimizer, mesh, "host")
     step = Step(graph, optimizer, ObjectiveConfig.preset("grpo"), 1.0, state)
     program = step.lower(state, abstract_batch(PolicyConfig.tiny(layers=4), 4, 256, mesh))["apply"].compile()
-    memory = program.memory_analysis()
+    memory: Any = program.memory_analysis()
     held = [
         leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
         for leaf in jax.tree.leaves(state.opt_state)
@@ -106,7 +106,7 @@ def test_digests_of_arrays_in_the_hosts_memory_compile():
     mesh = make_mesh(MeshConfig(fsdp=4), topology_devices("v5e:2x2"))
     sharding = NamedSharding(mesh, PartitionSpec(None, "fsdp"), memory_kind="pinned_host")
     array = jax.ShapeDtypeStruct((8, 512, 128), jax.numpy.float32, sharding=sharding)
-    memory = digest._sums_of_hosted.trace(array).lower().compile().memory_analysis()
+    memory: Any = digest._sums_of_hosted.trace(array).lower().compile().memory_analysis()
     assert memory.host_argument_size_in_bytes == 8 * 128 * 128 * 4
 
 
