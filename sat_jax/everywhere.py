@@ -21,6 +21,8 @@ from sat_jax.mesh import LOGICAL, gather_over, spec
 
 T = TypeVar("T")
 
+_TOGETHER = 1 << 18  # numbers of an array up to which it is copied to travel with others
+
 
 def everywhere(function: Callable[[Any], T], mesh: Mesh, tree: Any) -> T:
     """`function` of whole arrays, on every device.
@@ -72,15 +74,39 @@ def _value(function: Any, mesh: Mesh, value_BT: jax.Array, tree: Any) -> Any:
     return everywhere(lambda whole: function(*whole), mesh, (value_BT, tree))
 
 
-def _forward(function: Any, mesh: Mesh, value_BT: jax.Array, tree: Any) -> tuple[Any, jax.Array]:
-    def local(own: Any) -> tuple[Any, jax.Array]:
-        result, slope_BT = jax.value_and_grad(function, has_aux=True)(*_whole(own))
-        rows = len(own[0])
-        return result, lax.dynamic_slice_in_dim(slope_BT, lax.axis_index(LOGICAL["batch"]) * rows, rows)
+def own_slope(
+    function: Callable[[jax.Array, Any], tuple[jax.Array, T]], value_BT: jax.Array, tree: Any
+) -> tuple[tuple[jax.Array, T], jax.Array]:
+    """What `value_everywhere` gives, and its scalar's gradient with regard to the own rows; inside a `shard_map`."""
+    result, slope_BT = jax.value_and_grad(function, has_aux=True)(*_whole((value_BT, tree)))
+    rows = len(value_BT)
+    return result, lax.dynamic_slice_in_dim(slope_BT, lax.axis_index(LOGICAL["batch"]) * rows, rows)
 
-    own = (value_BT, tree)
-    sharded = jax.shard_map(local, mesh=mesh, in_specs=(_cut(own),), out_specs=(spec(), spec("batch")), check_vma=False)
-    return sharded(own)
+
+def total(tree: T) -> T:
+    """The sum over all devices of every array; inside a `shard_map`. What is small travels together.
+
+    Over a network each sum costs a wait, however little is in it, and gloo takes the arrays of a sum one by one.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    small = [leaf for leaf in leaves if leaf.size <= _TOGETHER]
+    if len({leaf.dtype for leaf in small}) > 1 or len(small) < 2:
+        return lax.psum(tree, LOGICAL["batch"])
+    summed = lax.psum(jnp.concatenate([leaf.ravel() for leaf in small]), LOGICAL["batch"])
+    ends = itertools.accumulate(leaf.size for leaf in small)
+    parts = iter(jnp.split(summed, list(ends)[:-1]))
+    return structure.unflatten(
+        [
+            next(parts).reshape(leaf.shape) if leaf.size <= _TOGETHER else lax.psum(leaf, LOGICAL["batch"])
+            for leaf in leaves
+        ]
+    )
+
+
+def _forward(function: Any, mesh: Mesh, value_BT: jax.Array, tree: Any) -> tuple[Any, jax.Array]:
+    own, out = (value_BT, tree), (spec(), spec("batch"))
+    local = functools.partial(own_slope, function)
+    return jax.shard_map(local, mesh=mesh, in_specs=_cut(own), out_specs=out, check_vma=False)(*own)
 
 
 def _backward(_function: Any, _mesh: Mesh, slope_BT: jax.Array, grads: tuple[jax.Array, Any]) -> tuple[jax.Array, None]:

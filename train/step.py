@@ -18,8 +18,10 @@ import optax
 from flax import nnx
 
 from sat_jax import objective as objectives
-from sat_jax.everywhere import by_rows, everywhere, value_everywhere
+from sat_jax.everywhere import by_rows, everywhere, own_slope, total, value_everywhere
+from sat_jax.mesh import MeshConfig, make_mesh, spec
 from sat_jax.metrics import Mean, Metrics, Sum, merge
+from sat_jax.model import Policy
 from sat_jax.model.attention import attention_pairs
 from sat_jax.objective import ObjectiveConfig, policy_loss
 from sat_jax.types import Measured, PolicyOutput, TokenBatch, TokenScores
@@ -97,7 +99,9 @@ class Step:
         self._optimizer = optax.with_extra_args_support(optimizer)
         self._objective = objective
         self._temperature = temperature
-        self._mesh = mesh = nnx.merge(graph, state.params).mesh
+        policy: Policy = nnx.merge(graph, state.params)
+        self._mesh = mesh = policy.mesh
+        self._alone = _alone(policy) if mesh.shape["data"] == mesh.size > 1 else None
         memory = memory_of(state.opt_state)
         moments = in_memory(state.opt_state, shardings(state.opt_state, mesh), memory)
         kept = (shardings(state.params, mesh), moments)
@@ -274,10 +278,34 @@ class Step:
                 return self._judge(output.logp_BT, rest)
 
         with jax.named_scope("gradient"):
-            (_, metrics), gradients = jax.value_and_grad(loss, has_aux=True)(params)
+            if self._alone is not None and self._small((micro,)):
+                gradients, metrics = self._grad_of_copies(params, micro, given)
+            else:
+                (_, metrics), gradients = jax.value_and_grad(loss, has_aux=True)(params)
         if accumulated is not None:
             gradients = jax.tree.map(jnp.add, accumulated, gradients)
         return gradients, metrics
+
+    def _grad_of_copies(self, params: nnx.State, micro: TokenBatch, given: _Given) -> tuple[nnx.State, Metrics]:
+        """As `_grad`, where every device holds the whole policy: it scores its own rows as a single one would."""
+
+        def own(params: nnx.State, micro: TokenBatch, given: _Given) -> tuple[nnx.State, Metrics]:
+            def scored(params: nnx.State) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+                with jax.named_scope("score"):
+                    output = nnx.merge(self._alone, params).score(micro, self._temperature, given.scores)
+                return output.logp_BT, (output.entropy_BT, output.agreement_BT)
+
+            logp_BT, pull, said = jax.vjp(scored, params, has_aux=True)
+            rest = (*said, _judged(micro), dataclasses.replace(given, scores=None))
+            with jax.named_scope("objective"):
+                (_, metrics), slope_BT = own_slope(self._judge, logp_BT, rest)
+            return total(pull(slope_BT)[0]), metrics
+
+        rows, others = jax.tree.map(lambda leaf: spec("batch") if leaf.ndim else spec(), (micro, given))
+        routes = dataclasses.replace(rows.trace, experts_LBTK=spec("unsharded", "batch"))
+        cut = (spec(), dataclasses.replace(rows, trace=routes), others)
+        sharded = jax.shard_map(own, mesh=self._mesh, in_specs=cut, out_specs=spec(), check_vma=False)
+        return sharded(params, micro, given)
 
     def _small(self, batch: Sequence[TokenBatch]) -> bool:
         """Whether waiting for other devices costs more than doing on each of them what is done of all tokens."""
@@ -314,6 +342,12 @@ class Step:
             advance_all = advance if self._groups is None else functools.partial(streamed, advance, self._groups)
             stepped, advanced = advance_all(params, opt_state, gradients)
             return stepped, advanced, (norm, finite)
+
+
+def _alone(policy: Policy) -> nnx.GraphDef:
+    """The static part of this policy on one of its devices, as every copy of it is."""
+    mesh = make_mesh(MeshConfig(), policy.mesh.devices.flat[:1])
+    return nnx.graphdef(nnx.eval_shape(lambda: Policy(policy.config, nnx.Rngs(0), mesh)))
 
 
 def _stack(arrays: Sequence[jax.Array]) -> jax.Array:

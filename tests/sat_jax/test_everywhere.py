@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sat_jax.everywhere import everywhere, value_everywhere
-from sat_jax.mesh import MeshConfig, batch_sharding, make_mesh, one_device_mesh
+import sat_jax.everywhere
+from sat_jax.everywhere import everywhere, total, value_everywhere
+from sat_jax.mesh import MeshConfig, batch_sharding, make_mesh, one_device_mesh, spec
 
 MESHES = ({"data": 8}, {"data": 2, "fsdp": 2, "expert": 2}, {"data": 2, "expert": 2, "tensor": 2})
 B, T = 8, 3
@@ -85,3 +86,23 @@ def test_one_gather_moves_it_all_and_the_gradient_needs_nothing_more():
     found = [line for line in text.splitlines() if any(f" {kind}(" in line for kind in KINDS)]
     assert len(found) == 1
     assert " all-gather(" in found[0]
+
+
+@pytest.mark.parametrize(("most", "sums"), [(9, [15, 20]), (6, [6, 9, 20]), (0, [6, 9, 20])])
+def test_what_is_small_is_summed_together_and_nothing_else(monkeypatch, most, sums):
+    monkeypatch.setattr(sat_jax.everywhere, "_TOGETHER", most)
+    mesh, draw = make_mesh(MeshConfig(data=2), jax.devices()[:2]), np.random.default_rng(0)
+    shapes = {"a": (2, 3), "b": {"c": (9,)}, "d": (4, 5)}
+    own = jax.tree.map(
+        lambda shape: draw.integers(-9, 9, (2, *shape)).astype(np.float32),
+        shapes,
+        is_leaf=lambda leaf: isinstance(leaf, tuple),
+    )
+
+    def local(tree):
+        return total(jax.tree.map(lambda leaf: leaf[0], tree))
+
+    summed = jax.shard_map(local, mesh=mesh, in_specs=spec("batch"), out_specs=spec(), check_vma=False)
+    jax.tree.map(lambda mine, all_: np.testing.assert_array_equal(mine, all_.sum(0)), jax.jit(summed)(own), own)
+    found = [e for e in jax.make_jaxpr(summed)(own).eqns[0].params["jaxpr"].eqns if "psum" in e.primitive.name]
+    assert sorted(var.aval.size for one in found for var in one.outvars) == sums
