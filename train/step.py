@@ -279,20 +279,22 @@ class Step:
 
         with jax.named_scope("gradient"):
             if self._alone is not None and self._small((micro,)):
-                gradients, metrics = self._grad_of_copies(params, micro, given)
+                gradients, metrics = self._grad_of_copies(self._alone, params, micro, given)
             else:
                 (_, metrics), gradients = jax.value_and_grad(loss, has_aux=True)(params)
         if accumulated is not None:
             gradients = jax.tree.map(jnp.add, accumulated, gradients)
         return gradients, metrics
 
-    def _grad_of_copies(self, params: nnx.State, micro: TokenBatch, given: _Given) -> tuple[nnx.State, Metrics]:
+    def _grad_of_copies(
+        self, alone: nnx.GraphDef, params: nnx.State, micro: TokenBatch, given: _Given
+    ) -> tuple[nnx.State, Metrics]:
         """As `_grad`, where every device holds the whole policy: it scores its own rows as a single one would."""
 
         def own(params: nnx.State, micro: TokenBatch, given: _Given) -> tuple[nnx.State, Metrics]:
             def scored(params: nnx.State) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
                 with jax.named_scope("score"):
-                    output = nnx.merge(self._alone, params).score(micro, self._temperature, given.scores)
+                    output = nnx.merge(alone, params).score(micro, self._temperature, given.scores)
                 return output.logp_BT, (output.entropy_BT, output.agreement_BT)
 
             logp_BT, pull, said = jax.vjp(scored, params, has_aux=True)
@@ -346,7 +348,7 @@ class Step:
 
 def _alone(policy: Policy) -> nnx.GraphDef:
     """The static part of this policy on one of its devices, as every copy of it is."""
-    mesh = make_mesh(MeshConfig(), policy.mesh.devices.flat[:1])
+    mesh = make_mesh(MeshConfig(), [policy.mesh.devices.flat[0]])
     return nnx.graphdef(nnx.eval_shape(lambda: Policy(policy.config, nnx.Rngs(0), mesh)))
 
 

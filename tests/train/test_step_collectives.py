@@ -44,7 +44,7 @@ def texts(preset, microbatches, names) -> dict[str, Any]:
 
 def programs(preset, microbatches, names):
     """Their collectives."""
-    sizes = dict(zip(AXES, MeshConfig(data=2).shape, strict=True))
+    sizes: dict[str, int] = dict(zip(AXES, MeshConfig(data=2).shape, strict=True))
     return {name: collectives(text, sizes) for name, text in texts(preset, microbatches, names).items()}
 
 
