@@ -36,7 +36,7 @@ def everywhere(function: Callable[[Any], T], mesh: Mesh, tree: Any) -> T:
       What `function` gives, every device the same.
     """
     return jax.shard_map(
-        lambda own: function(_whole(own)), mesh=mesh, in_specs=(_cut(tree),), out_specs=spec(), check_vma=False
+        lambda own: function(_whole(own)), mesh=mesh, in_specs=(row_specs(tree),), out_specs=spec(), check_vma=False
     )(tree)
 
 
@@ -48,7 +48,9 @@ def by_rows(function: Callable[[Any], T], mesh: Mesh, tree: Any) -> T:
       mesh: whose batch axes cut the rows.
       tree: arrays that lead with the batch rows.
     """
-    return jax.shard_map(function, mesh=mesh, in_specs=(_cut(tree),), out_specs=spec("batch"), check_vma=False)(tree)
+    return jax.shard_map(function, mesh=mesh, in_specs=(row_specs(tree),), out_specs=spec("batch"), check_vma=False)(
+        tree
+    )
 
 
 def value_everywhere(
@@ -106,7 +108,7 @@ def total(tree: T) -> T:
 def _forward(function: Any, mesh: Mesh, value_BT: jax.Array, tree: Any) -> tuple[Any, jax.Array]:
     own, out = (value_BT, tree), (spec(), spec("batch"))
     local = functools.partial(own_slope, function)
-    return jax.shard_map(local, mesh=mesh, in_specs=_cut(own), out_specs=out, check_vma=False)(*own)
+    return jax.shard_map(local, mesh=mesh, in_specs=row_specs(own), out_specs=out, check_vma=False)(*own)
 
 
 def _backward(_function: Any, _mesh: Mesh, slope_BT: jax.Array, grads: tuple[jax.Array, Any]) -> tuple[jax.Array, None]:
@@ -116,7 +118,8 @@ def _backward(_function: Any, _mesh: Mesh, slope_BT: jax.Array, grads: tuple[jax
 _value.defvjp(_forward, _backward)
 
 
-def _cut(tree: Any) -> Any:
+def row_specs(tree: Any) -> Any:
+    """The partition of every array of a tree by its rows, which lead; a scalar is on every device."""
     return jax.tree.map(lambda leaf: spec("batch") if leaf.ndim else spec(), tree)
 
 

@@ -18,7 +18,7 @@ import optax
 from flax import nnx
 
 from sat_jax import objective as objectives
-from sat_jax.everywhere import by_rows, everywhere, own_slope, total, value_everywhere
+from sat_jax.everywhere import by_rows, everywhere, own_slope, row_specs, total, value_everywhere
 from sat_jax.mesh import MeshConfig, make_mesh, spec
 from sat_jax.metrics import Mean, Metrics, Sum, merge
 from sat_jax.model import Policy
@@ -30,6 +30,7 @@ from train.moments import HOST, grouped, in_memory, memory_of, streamed
 from train.state import TrainState, shardings
 
 Batch = tuple[TokenBatch, ...]
+Gradients = tuple[nnx.State, Metrics]  # and what was measured on the way
 # Positions up to which a batch is small: 3 MB to gather, and milliseconds of a CPU.
 _SMALL = 1 << 16
 
@@ -234,9 +235,15 @@ class Step:
         """The programs of `trace`, lowered but not compiled."""
         return {name: program.lower() for name, program in self.trace(state, micro, microbatches).items()}
 
-    def _score(self, params: nnx.State, micro: TokenBatch, known: TokenScores | None = None) -> PolicyOutput:
+    def _score(
+        self,
+        params: nnx.State,
+        micro: TokenBatch,
+        known: TokenScores | None = None,
+        graph: nnx.GraphDef | None = None,
+    ) -> PolicyOutput:
         with jax.named_scope("score"):
-            return nnx.merge(self._graph, params).score(micro, self._temperature, known)
+            return nnx.merge(graph or self._graph, params).score(micro, self._temperature, known)
 
     def _mismatch(self, params: nnx.State, micro: TokenBatch) -> tuple[jax.Array, TokenScores]:
         def of(arrays: tuple[jax.Array, TokenBatch]) -> jax.Array:
@@ -261,13 +268,7 @@ class Step:
 
         return everywhere(of, self._mesh, _judged(micro)) if self._small((micro,)) else of(micro)
 
-    def _grad(
-        self,
-        params: nnx.State,
-        accumulated: nnx.State | None,
-        micro: TokenBatch,
-        given: _Given,
-    ) -> tuple[nnx.State, Metrics]:
+    def _grad(self, params: nnx.State, accumulated: nnx.State | None, micro: TokenBatch, given: _Given) -> Gradients:
         def loss(params: nnx.State) -> tuple[jax.Array, Metrics]:
             output = self._score(params, micro, given.scores)
             said = jax.lax.stop_gradient((output.entropy_BT, output.agreement_BT))
@@ -286,15 +287,12 @@ class Step:
             gradients = jax.tree.map(jnp.add, accumulated, gradients)
         return gradients, metrics
 
-    def _grad_of_copies(
-        self, alone: nnx.GraphDef, params: nnx.State, micro: TokenBatch, given: _Given
-    ) -> tuple[nnx.State, Metrics]:
+    def _grad_of_copies(self, alone: nnx.GraphDef, params: nnx.State, micro: TokenBatch, given: _Given) -> Gradients:
         """As `_grad`, where every device holds the whole policy: it scores its own rows as a single one would."""
 
-        def own(params: nnx.State, micro: TokenBatch, given: _Given) -> tuple[nnx.State, Metrics]:
+        def own(params: nnx.State, micro: TokenBatch, given: _Given) -> Gradients:
             def scored(params: nnx.State) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-                with jax.named_scope("score"):
-                    output = nnx.merge(alone, params).score(micro, self._temperature, given.scores)
+                output = self._score(params, micro, given.scores, alone)
                 return output.logp_BT, (output.entropy_BT, output.agreement_BT)
 
             logp_BT, pull, said = jax.vjp(scored, params, has_aux=True)
@@ -303,7 +301,7 @@ class Step:
                 (_, metrics), slope_BT = own_slope(self._judge, logp_BT, rest)
             return total(pull(slope_BT)[0]), metrics
 
-        rows, others = jax.tree.map(lambda leaf: spec("batch") if leaf.ndim else spec(), (micro, given))
+        rows, others = row_specs((micro, given))
         routes = dataclasses.replace(rows.trace, experts_LBTK=spec("unsharded", "batch"))
         cut = (spec(), dataclasses.replace(rows, trace=routes), others)
         sharded = jax.shard_map(own, mesh=self._mesh, in_specs=cut, out_specs=spec(), check_vma=False)

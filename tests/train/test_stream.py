@@ -15,6 +15,16 @@ from train.stream import StreamCollector, Task
 from train.stream_buffer import StreamBuffer, StreamSettings
 
 
+class GivesUp(FakeFleet):
+    """Ends its call at the second member of prompt 1, which comes when it is asked for again."""
+
+    def sample(self, requests):
+        for completion in super().sample(requests):
+            if completion.request_id == "t1" and completion.member == 1:
+                raise Retryable("no completion for 4 s")
+            yield completion
+
+
 @pytest.fixture
 def stream():
     """Makes collectors over a fleet, serving version 0; closes them afterwards."""
@@ -69,14 +79,7 @@ def test_prompts_stream_in_as_scored_groups_while_there_is_room(stream):
 
 
 def test_members_that_are_there_are_kept_when_the_fleet_gives_a_request_up(stream):
-    class Flaky(FakeFleet):
-        def sample(self, requests):
-            for completion in super().sample(requests):
-                if completion.request_id == "t1" and completion.member == 1:
-                    raise Retryable("no completion for 4 s")
-                yield completion
-
-    fleet = Flaky()
+    fleet = GivesUp()
     _, buffer = stream(fleet)
     until(lambda: buffer.stats().buffered == 4)
     asked = [(r.request_id, r.members) for r in fleet.requests if r.request_id.startswith("t1")]
@@ -125,14 +128,7 @@ def test_prompts_that_may_be_sampled_together_are_asked_for_by_one_call(stream):
 
 
 def test_what_one_prompt_lacks_costs_those_of_its_call_nothing_that_they_have(stream):
-    class Broken(FakeFleet):
-        def sample(self, requests):
-            for completion in super().sample(requests):
-                if completion.request_id == "t1" and completion.member == 1:
-                    raise Retryable("no completion for 4 s")
-                yield completion
-
-    fleet = Broken()
+    fleet = GivesUp()
     _, buffer = stream(fleet, together=4, samplers=1)
     until(lambda: buffer.stats().buffered == 4)
     asked = [(r.request_id, r.members) for r in fleet.requests]
