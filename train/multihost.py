@@ -17,6 +17,7 @@ import jax
 from jax._src import clusters, distributed  # detection and the store have no public name
 
 from train.coordinator import HEARTBEAT_SECONDS
+from train.host_threads import cores, shared_threads
 from train.preemption import PREEMPTED, Preempted, Preemption
 from train.share import Share
 from train.team import Alone, Members, Team, TeamConfig
@@ -130,6 +131,8 @@ def join(launch: Launch | None, preemption: Preemption, config: TeamConfig | Non
         try:
             with members.watching(preemption):
                 members.meet(socket.gethostname())
+                hosts, theirs = members.exchange("host", socket.gethostname()), members.exchange("cores", cores())
+                os.environ |= shared_threads(hosts, theirs, share.process, os.environ)
                 yield members
         except BaseException as error:
             _leave_at_exit(PREEMPTED if isinstance(error, Preempted) else 1)

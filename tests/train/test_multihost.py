@@ -1,8 +1,12 @@
+import os
 import socket
+import subprocess
+import sys
 
 import pytest
 
 from train.cli import _launch, _parser
+from train.host_threads import cores
 from train.multihost import Launch, join, launch_of
 from train.preemption import Preemption
 from train.share import Share
@@ -71,3 +75,25 @@ def test_a_port_that_is_taken_is_an_error_before_jax_starts():
         launch = Launch(coordinator=f"127.0.0.1:{port}", processes=2, process=0)
         with pytest.raises(ValueError, match=f"expected to open port {port} on this host"), join(launch, Preemption()):
             pass
+
+
+def test_two_processes_of_a_host_take_half_of_its_cores_each():
+    code = (
+        "import os, sys; from train.multihost import Launch, join; from train.preemption import Preemption\n"
+        "launch = Launch(coordinator=sys.argv[1], processes=2, process=int(sys.argv[2]))\n"
+        "with join(launch, Preemption()): sys.stderr.write(f\"threads {os.environ.get('NPROC')}\\n\")\n"
+    )
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    environment = {name: value for name, value in os.environ.items() if name != "NPROC"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, address, str(process)], env=environment, stderr=subprocess.PIPE, text=True
+        )
+        for process in (0, 1)
+    ]
+    said = [process.communicate(timeout=120)[1] for process in started]
+    assert [process.returncode for process in started] == [0, 0], said
+    for text in said:
+        assert f"threads {max(1, len(cores()) // 2)}\n" in text
