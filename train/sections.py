@@ -34,7 +34,7 @@ class PolicySection:
       tie_embeddings: whether the head is the transposed embedding.
       dtype: compute type of the trainer.
       remat: what the backward pass recomputes of a layer: none, full (all of it), attention (all but attention),
-        projections (neither attention nor queries, keys and values).
+        projections (neither attention nor its four projections).
       path: Hugging Face folder of the weights to start from; "" = none.
     """
 

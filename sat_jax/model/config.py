@@ -17,7 +17,7 @@ _MAY_BE_ABSENT = ("experts", "experts_per_token", "expert_hidden", "dense_hidden
 _SPARSE, _DENSE = "qwen3_moe", "qwen3"
 
 # What of a layer is kept for the backward pass: everything; nothing but its input; besides that attention's output (the
-# dearest part to compute again in long rows); that and queries, keys and values. Values are names of what is kept.
+# dearest part to compute again in long rows); that and all four projections. Values are names of what is kept.
 REMAT: Mapping[str, tuple[str, ...] | None] = MappingProxyType(
     {"none": None, "full": (), "attention": ("attention",), "projections": ("attention", "projections")}
 )

@@ -175,7 +175,8 @@ class Layer(nnx.Module):
     def merge(self, x_BTD: jax.Array, attended_BTHC: jax.Array) -> jax.Array:
         """Adds the projected attention to the residual stream."""
         check_shapes(x_BTD=x_BTD, attended_BTHC=attended_BTHC)
-        return x_BTD + linear("bthc,hcd->btd", attended_BTHC, weight(self.output_HCD, self.mesh, _OUTWARD))
+        added_BTD = linear("bthc,hcd->btd", attended_BTHC, weight(self.output_HCD, self.mesh, _OUTWARD))
+        return x_BTD + checkpoint_name(added_BTD, "projections")
 
     def feed_forward(
         self,

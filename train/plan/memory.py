@@ -114,6 +114,7 @@ def saved_bytes(policy: PolicyConfig, positions: int, heads_shards: int) -> int 
     heads = policy.query_heads // heads_shards
     attention = heads * (policy.head_dim * size + 4)  # the output and a float32 logsumexp
     projections = (policy.query_heads + 2 * policy.kv_heads) // heads_shards * policy.head_dim * size
+    projections += policy.width * size  # what attention adds to the residual stream
     extra = {"full": 0, "attention": attention, "projections": attention + projections}.get(policy.remat)
     return None if extra is None else policy.layers * positions * (policy.width * size + extra)
 

@@ -28,7 +28,7 @@ class Chip:
       memory: bytes that the compiler may give to a program; None = not known.
       flops: peak of bfloat16 products, a second; None = not known, and then so are times.
       memory_bandwidth: of its own memory, bytes a second.
-      link_bandwidth: to its neighbours along one axis of the interconnect, both directions together, bytes a second.
+      link_bandwidth: that it sends with along one axis of the interconnect, to both neighbours, bytes a second.
       host_bandwidth: to its host's memory, each way, bytes a second.
       source: of these numbers.
     """
@@ -91,7 +91,7 @@ CHIPS: Mapping[str, Chip] = MappingProxyType(
                 memory=150 * _GB,
                 flops=989e12,
                 memory_bandwidth=4800 * _GB,
-                link_bandwidth=900 * _GB,
+                link_bandwidth=450 * _GB,  # NVLink 4: 900 GB/s both ways
                 host_bandwidth=64 * _GB,  # PCIe 5: 128 GB/s both ways
                 source="NVIDIA H200 data sheet (dense bfloat16)",
             ),

@@ -8,7 +8,7 @@ import pytest
 
 from train.cli import main
 from train.config import load
-from train.plan import PlanOptions, make_plan
+from train.plan import PlanOptions, make_plan, topology
 from train.plan.load import loads
 from train.plan.report import as_json, as_text
 
@@ -150,3 +150,21 @@ def test_the_command_prints_the_plan_and_its_progress_apart(cache, capsys, tmp_p
     assert "mesh" in capsys.readouterr().err
     assert main(["plan", str(CONFIG), "--topology", "v9:1"]) == 1
     assert "v5p:NxNxN" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_largest_microbatch_fits_when_it_is_set(config, cache, plan, monkeypatch):
+    memory = plan.fullest.compiled.memory
+    available = plan.fullest.need - (memory.peak - memory.argument) // 3
+    chips = {**topology.CHIPS, "cpu": dataclasses.replace(topology.CHIPS["cpu"], memory=available)}
+    monkeypatch.setattr(topology, "CHIPS", chips)
+    options, said = PlanOptions(topology="cpu:1", cache=cache, largest=True), []
+    full = make_plan(config, options, said.append)
+    assert not full.fits
+    assert full.largest_rows is not None
+    rows, compiled = full.largest_rows
+    assert compiled
+    assert 52 // 2 < rows < 52
+    assert f"largest microbatch: trying {rows} rows" in said
+    smaller = dataclasses.replace(config, batch=dataclasses.replace(config.batch, rows=rows))
+    assert make_plan(smaller, dataclasses.replace(options, largest=False), lambda _line: None).fits
