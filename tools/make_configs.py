@@ -54,7 +54,7 @@ V5P = Machine(
     row_length=32768,
     rows=64,
     mesh=(1, 8, 8, 1),
-    remat="attention",
+    remat="projections",
 )
 OTHERS = (
     Machine(
@@ -121,7 +121,8 @@ checkpoint_stop = true         # the stop tokens that the checkpoint's files nam
 [policy]
 path = "configs/{model}" # folder of the weights; its config.json is here, which is all that `plan` reads
 dtype = "bfloat16"             # compute type; parameters and optimizer are float32
-remat = "{remat}"{remat_pad}# what the backward pass computes again: full = every layer; attention = all but attention
+remat = "{remat}"{remat_pad}# what the backward pass computes again: full = every layer; attention = all but
+                               # attention; projections = nor its four projections; none = nothing
 
 [sampling]
 temperature = 1.0              # the trainer divides its logits by the same value

@@ -22,6 +22,9 @@ _CALLED = re.compile(r"(?:calls|to_apply|called_computations=\{|true_computation
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _KNOWN = re.compile(r'known_trip_count":\{"n":"(\d+)"')
 _OP = re.compile(r'op_name="([^"]*)"')
+# TPU's compiler writes some reduce-scatters as a fusion of this name, of an all-reduce and a slice of it. They run as
+# any other: their fusions and plain reduce-scatters name the same emitter, `SingleInputAllReduceScatterFusion`.
+_SCATTER = "all-reduce-scatter"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,9 +69,7 @@ def collectives(text: str, shape: Mapping[str, int]) -> tuple[Collective, ...]:
       Largest on the wire first.
     """
     computations, entry = _computations(text)
-    found = [
-        _collective(line, shape, times, at_least) for line, times, at_least in _runs(computations, entry, 1, False)
-    ]
+    found = [_collective(*run, shape) for run in _runs(computations, entry, 1, False)]
     return tuple(sorted((one for one in found if one is not None), key=lambda one: -one.wire_bytes))
 
 
@@ -89,8 +90,8 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
 
 def _runs(
     computations: Mapping[str, Sequence[str]], name: str, times: int, at_least: bool
-) -> Iterator[tuple[str, int, bool]]:
-    """Lines that are collectives, with the product of the trip counts around them."""
+) -> Iterator[tuple[str, str, int, bool]]:
+    """Computation and line of every collective, with the product of the trip counts around it."""
     for line in computations.get(name, ()):
         if loop := _WHILE.search(line):
             trips = _trips(line, computations.get(loop.group(1), ()))
@@ -99,7 +100,7 @@ def _runs(
             yield from _runs(computations, loop.group(1), times * (trips or 1), at_least or trips is None)
             continue
         if _COLLECTIVE.search(line):
-            yield line, times, at_least
+            yield name, line, times, at_least
             continue
         called = _CALLED.findall(line)
         for branches in _BRANCHES.findall(line):
@@ -124,7 +125,7 @@ def _trips(line: str, condition: Sequence[str]) -> int | None:
     return None
 
 
-def _collective(line: str, shape: Mapping[str, int], times: int, at_least: bool) -> Collective | None:
+def _collective(within: str, line: str, times: int, at_least: bool, shape: Mapping[str, int]) -> Collective | None:
     match = _COLLECTIVE.search(line)
     assert match is not None, "the caller looked"
     result, kind, started = match.groups()
@@ -136,6 +137,8 @@ def _collective(line: str, shape: Mapping[str, int], times: int, at_least: bool)
     whole = max(sizes, default=0) if started and kind != "all-reduce" else sum(sizes)
     if kind == "reduce-scatter":
         whole *= len(group)
+    elif kind == "all-reduce" and within.startswith(_SCATTER):
+        kind = "reduce-scatter"
     op = _OP.search(line)
     return Collective(
         kind=kind,

@@ -22,7 +22,7 @@ _TOO_LARGE = (
 )
 _UNITS = {"K": 2**10, "M": 2**20, "G": _GIB}
 # A cached result of another form than this is compiled anew.
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -110,3 +110,19 @@ def test_sums_are_by_kind_and_axes_largest_first():
         ("all-gather", ("expert",)): 2 * 2**30 * 7 / 8,
         ("all-gather", ("fsdp",)): 8 * 7 / 8,
     }
+
+
+def test_a_fusion_of_an_all_reduce_and_its_slice_is_a_reduce_scatter():
+    # The spelling of libtpu 0.0.42, shortened.
+    fusion = f"""%all-reduce-scatter.clone.1 (input.10: f32[262144,2048]) -> f32[32832,2048] {{
+  %input.10 = f32[262144,2048]{{1,0:T(8,128)}} parameter(0)
+  %pad.427 = f32[262656,2048]{{1,0:T(8,128)}} pad(%input.10, %zero), padding=0_512x0_0
+  %all-reduce.98 = f32[262656,2048]{{1,0:T(8,128)}} all-reduce(%pad.427), channel_id=97, {EXPERT}, to_apply=%sum
+  ROOT %slice = f32[32832,2048]{{1,0:T(8,128)}} dynamic-slice(%all-reduce.98, %at, %zero)
+}}
+"""
+    body = "  %f = f32[32832,2048]{1,0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.clone.1, backend_config={}"
+    (found,) = collectives(fusion + program(body, LOOP), MESH)
+    assert (found.kind, found.axes, found.shards, found.times) == ("reduce-scatter", ("expert",), 8, 48)
+    assert found.bytes == 262656 * 2048 * 4
+    assert found.wire_bytes == 48 * found.bytes * 7 / 8
