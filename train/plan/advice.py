@@ -50,19 +50,24 @@ def advise(
 
 
 def _remat(config: RunConfig, policy: PolicyConfig) -> list[Advice]:
-    """The next policy that keeps less; from none, which keeps every intermediate value, straight to attention."""
-    if policy.remat == "full":
-        return []
-    target = {"none": "attention", "projections": "attention", "attention": "full"}[policy.remat]
+    """The policies that keep less; of none, which keeps every intermediate value, not the one that keeps the most."""
     positions = config.batch.rows * config.batch.row_length // config.mesh.batch_shards
-    after = saved_bytes(dataclasses.replace(policy, remat=target), positions, config.mesh.tensor) or 0
-    before = saved_bytes(policy, positions, config.mesh.tensor)
+
+    def saved(remat: str) -> int | None:
+        return saved_bytes(dataclasses.replace(policy, remat=remat), positions, config.mesh.tensor)
+
+    before = saved(policy.remat)
     if before is None:
         # Inputs of every product: the norms', queries, keys, values, the experts' rows in and out.
         size = 2 if policy.dtype == "bfloat16" else 4
-        before = after + policy.layers * positions * 8 * policy.width * size
-    why = f"the backward pass computes {'all of a layer' if target == 'full' else 'all but attention'} again"
-    return [Advice(settings=(f"policy.remat={target}",), frees=before - after, why=why)]
+        before = (saved("attention") or 0) + policy.layers * positions * 8 * policy.width * size
+    found = []
+    for target, again in (("attention", "all but attention"), ("full", "all of a layer")):
+        if _REMAT.index(target) > _REMAT.index(policy.remat):
+            why = f"the backward pass computes {again} again"
+            frees = before - (saved(target) or 0)
+            found.append(Advice(settings=(f"policy.remat={target}",), frees=frees, why=why, about="layers"))
+    return found
 
 
 def _smaller(config: RunConfig, temporary: int) -> list[Advice]:

@@ -21,14 +21,20 @@ def settings(config, temporary=0):
     return [one.settings for one in advise(config, policy_of(config), HELD, temporary, 4 * GIB)]
 
 
+# Of 48 layers and 32768 positions: attention's output and logsumexp of 32 heads, which "full" computes again; and
+# queries, keys and values of 32, 4 and 4 heads with what attention adds to a width of 2048, which "attention" does too.
+ATTENTION = 48 * 32768 * 32 * (128 * 2 + 4)
+PROJECTIONS = 48 * 32768 * ((32 + 4 + 4) * 128 + 2048) * 2
+
+
 def test_advice_comes_in_order_of_what_it_frees():
-    found = advise(load(CONFIG), policy_of(load(CONFIG)), HELD, 30 * GIB, 4 * GIB)
+    config = load(CONFIG, ["policy.remat=attention"])
+    found = advise(config, policy_of(config), HELD, 30 * GIB, 4 * GIB)
     assert [one.frees for one in found] == sorted((one.frees for one in found), reverse=True)
     assert found[0].settings == ("sampling.max_new_tokens=15360", "batch.row_length=16384")
     assert found[0].frees == 15 * GIB
-    # Attention's output and logsumexp of 48 layers and 32768 positions, which "full" computes again.
     assert found[1].settings == ("policy.remat=full",)
-    assert found[1].frees == 48 * 32768 * 32 * (128 * 2 + 4)
+    assert found[1].frees == ATTENTION
     assert found[2].settings == ("optim.moments_memory=host",)
     assert found[2].frees == 4 * GIB
     assert found[3].settings == ("optim.mu_dtype=bfloat16",)
@@ -61,8 +67,33 @@ def test_every_policy_of_recomputation_has_one_that_keeps_less(remat):
     assert any(setting.startswith("policy.remat=") for one in settings(config) for setting in one)
 
 
+@pytest.mark.parametrize(
+    ("remat", "frees"),
+    [
+        ("projections", {"attention": PROJECTIONS, "full": PROJECTIONS + ATTENTION}),
+        ("attention", {"full": ATTENTION}),
+        ("full", {}),
+    ],
+)
+def test_every_policy_that_keeps_less_is_advised_with_what_it_frees(remat, frees):
+    config = load(CONFIG, [f"policy.remat={remat}"])
+    found = {one.settings: one.frees for one in advise(config, policy_of(config), HELD, 0, 0)}
+    assert {name[0].removeprefix("policy.remat="): found[name] for name in found if "remat" in name[0]} == frees
+
+
+def test_of_two_policies_of_recomputation_the_one_that_computes_less_again_is_advised_where_it_does():
+    config = load(CONFIG, ["policy.remat=projections"])
+    found = {one.settings: one for one in advise(config, policy_of(config), HELD, 0, 0)}
+    attention, full = found["policy.remat=attention",], found["policy.remat=full",]
+    assert enough((full, attention), PROJECTIONS) == (attention,)
+    assert enough((full, attention), PROJECTIONS + 1) == (full,)
+    # Both would free no more than the one that frees more.
+    assert enough((full, attention), 100 * GIB) == (full,)
+
+
 def test_no_more_is_advised_than_is_missing():
-    found = advise(load(CONFIG), policy_of(load(CONFIG)), HELD, 30 * GIB, 4 * GIB)
+    config = load(CONFIG, ["policy.remat=attention"])
+    found = advise(config, policy_of(config), HELD, 30 * GIB, 4 * GIB)
     assert enough(found, 14 * GIB) == found[:1]
     assert enough(found, 16 * GIB) == found[:2]
     assert enough(found, 100 * GIB) == found[:3]
