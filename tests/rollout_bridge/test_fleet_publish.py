@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -36,21 +37,25 @@ def test_a_push_goes_beside_sampling(model, start, gather, requests):
     engine = FakeEngine(model, seconds_per_token=0.01)
     fleet = gather(start(engine))
     publish(fleet, model, 1)
-    versions, done = set(), threading.Event()
+    mixed, versions = set(), set()
+    deadline = time.monotonic() + 60
 
     def collect():
-        for _ in range(6):
-            versions.update(int(v) for c in fleet.sample(requests) for v in c.version)
-        done.set()
+        while not (mixed and len(versions) > 3) and time.monotonic() < deadline:
+            for completion in fleet.sample(requests):
+                seen = {int(version) for version in completion.version}
+                versions.update(seen)
+                mixed.update(seen if len(seen) > 1 else ())
 
     thread = threading.Thread(target=collect)
     thread.start()
-    for version in range(2, 20):
-        if done.is_set():
-            break
+    version = 1
+    while thread.is_alive():
+        version += 1
         publish(fleet, model, version, list(InFlight)[version % 3])
-    thread.join(30)
-    assert done.is_set()
+    thread.join()
+    # A push that waited for the samples to end, or they for it, would leave no completion of two versions.
+    assert mixed
     assert len(versions) > 3
 
 
