@@ -203,6 +203,8 @@ def _train(arguments: argparse.Namespace) -> None:
     preemption = Preemption()
     preemption.install()
     config = load(arguments.config, arguments.overrides)
+    if profile is not None:
+        profile.check(config.steps)
     folder = arguments.runs / config.name
     try:
         with join(_launch(arguments), preemption) as team:

@@ -20,11 +20,11 @@ def train(config: RunConfig, folder: Path, options: Options | None = None) -> No
     options = options or Options()
     with open_run(config, folder, options) as r:
         r.begin()  # the fleet first serves the version that the schedule asks for
-        with options.preemption.held(), profiling(options.profile, folder) as profiler:
+        with options.preemption.held(), profiling(options.profile, folder, r.state.version, r.report.event) as profiler:
             try:
                 while (version := r.state.version) < config.steps:
-                    profiler.at(version)
-                    _step(r, version)
+                    with profiler.step(version):
+                        _step(r, version)
                     r.leave_if_asked()
             except Preempted:
                 r.leave()
@@ -35,7 +35,7 @@ def train(config: RunConfig, folder: Path, options: Options | None = None) -> No
 def _step(r: Run, version: int) -> None:
     """One optimizer step: version s becomes s + 1."""
     if not r.minibatches:
-        with r.report.phase("collect"):
+        with r.phase("collect", watched=False):
             groups = r.take()
         with r.phase("assemble"):
             r.minibatches.extend(r.prepare(groups, version))

@@ -109,12 +109,13 @@ class Run:
     _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """A part of the loop that has no deadline of its own: timed for the report, watched by the watchdog.
+    def phase(self, name: str, *, watched: bool = True) -> Iterator[None]:
+        """A part of the loop: timed for the report, named in a trace, and watched by the watchdog.
 
-        What waits for the fleet has deadlines that count from its last sign of life, and may take long.
+        What waits for the fleet is not watched: its deadlines count from the last sign of life, and it may take long.
         """
-        with self.report.phase(name), self.watchdog.doing(f"{name} at version {self.state.version}"):
+        watch = self.watchdog.doing(f"{name} at version {self.state.version}") if watched else contextlib.nullcontext()
+        with self.report.phase(name), jax.profiler.TraceAnnotation(name), watch:
             yield
 
     def take(self) -> Sequence[Group]:
@@ -154,7 +155,7 @@ class Run:
                 f"{objective.preset} compares the policy with itself before the batch's first step; with "
                 "batch.minibatches = 1 that ratio is always one: set it to 2 or more, or choose another preset",
             )
-        with self.report.phase("publish"):
+        with self.phase("publish", watched=False):
             # A run that was killed between its last step and its last evaluation has the latter still to make.
             if self.state.version < self.config.steps or not shared(self.team, "summary", self._summarised()):
                 self.publisher.start(self.state, self.committed)
@@ -176,7 +177,7 @@ class Run:
         """
         if not self.schedule.is_edge(version):
             return
-        with self.report.phase("collect"):
+        with self.phase("collect", watched=False):
             self._together(f"what older versions than {version} sample", lambda: self.flow.settle(version))
         if self.schedule.due(version, self.config.checkpoint.every) or version == self.config.steps:
             self.save()
@@ -184,7 +185,7 @@ class Run:
         # An evaluation is of this very version; any other push may wait while the one before it is under way.
         if self._evaluates(version) or (self._owes_push and self._may_push(version)):
             self._owes_push = False
-            with self.report.phase("publish"):
+            with self.phase("publish", watched=False):
                 self.publisher.start(self.state, self.committed)
 
     def _may_push(self, version: int) -> bool:
@@ -280,14 +281,11 @@ class Run:
         self.settle()
         if self._summarised():
             return
-        sides = {
-            side: {
-                name.removeprefix(f"{side}/"): value
-                for name, value in self.counters.items()
-                if name.startswith(f"{side}/")
-            }
-            for side in ("before", "after")
-        }
+        sides: dict[str, dict[str, float]] = {"before": {}, "after": {}}
+        for name, value in self.counters.items():
+            side, _, figure = name.partition("/")
+            if side in sides:
+                sides[side][figure] = value
         prompts = len(self.problem.evaluation)
         facts = {"compilations": f"{self.compiles.count} programs in {self.compiles.seconds:.0f} s, by the trainer"}
         self.report.write_summary({"prompts": prompts, **sides, "facts": facts})
