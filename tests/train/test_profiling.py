@@ -17,7 +17,7 @@ from train import loop
 from train.abstract import abstract_batch, abstract_state
 from train.cli import main
 from train.profiling import ProfileConfig, profiling
-from train.run import Options
+from train.run import Options, Run
 from train.state import OptimConfig
 from train.step import Step
 
@@ -104,13 +104,18 @@ def test_without_a_range_nothing_is_traced_or_said(seen, tmp_path):
     assert seen == ["step 1", "step 2"]
 
 
-def test_a_trace_that_is_written_names_its_steps(tmp_path):
+def test_a_trace_that_is_written_names_its_steps_and_phases(tmp_path):
+    quiet = SimpleNamespace(phase=lambda _: contextlib.nullcontext(), doing=lambda _: contextlib.nullcontext())
+    run: Any = SimpleNamespace(report=quiet, watchdog=quiet, state=SimpleNamespace(version=6))
     with profiling(ProfileConfig(first=7, last=7), tmp_path, 6, lambda *_: None) as profiler, profiler.step(6):
-        jax.jit(lambda x: x @ x)(jnp.ones((8, 8))).block_until_ready()
+        for phase in ("measure", "update"):
+            with Run.phase(run, phase):
+                jax.jit(lambda x: x @ x)(jnp.ones((8, 8))).block_until_ready()
     (path,) = (tmp_path / "profile").rglob("*.trace.json.gz")
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-    (step,) = (event for event in events if event.get("name") == "train")
-    assert step["args"]["step_num"] == "7"
+    named = [event for event in events if event.get("name") in ("train", "measure", "update")]
+    assert [event["name"] for event in sorted(named, key=lambda event: event["ts"])] == ["train", "measure", "update"]
+    assert next(event for event in named if event["name"] == "train")["args"]["step_num"] == "7"
 
 
 class FakeRun:
