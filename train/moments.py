@@ -5,7 +5,8 @@ once: XLA starts every copy as soon as it may, and of a 30B `apply` on a v5p 7.8
 slices cannot run ahead of itself, and then 0.2 GiB are.
 
 On a CPU "host" is a memory of its own by name, under `jit` too, and the same path runs, but it is the same RAM: nothing
-is saved there. The numbers are those of moments on the device, there bit for bit.
+is saved there. The numbers are those of moments on the device, there bit for bit but for fused multiply-adds: which
+sums of a program are rounded once is the compiler's affair.
 """
 
 import dataclasses
