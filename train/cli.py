@@ -43,7 +43,9 @@ def _run(argv: Sequence[str] | None) -> int:
         arguments.run(arguments)
     except (ValueError, OSError, BridgeError) as error:
         # One clear line; the traceback of an error that we foresaw helps nobody.
-        _say(f"error: {error}", *getattr(error, "__notes__", ()))
+        # Nor does what JAX notes about a traceback that is not shown.
+        notes = [note for note in getattr(error, "__notes__", ()) if "JAX_TRACEBACK_FILTERING" not in note]
+        _say(f"error: {error}", *notes)
         return 1
     return 0
 
@@ -276,7 +278,9 @@ def _plan(arguments: argparse.Namespace) -> None:
     kind, _, count = arguments.topology.partition(":")
     # Read when JAX or libtpu first start: nothing here computes, no metadata server answers, and several plans may run.
     os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    os.environ.setdefault("TPU_MIN_LOG_LEVEL", "3")
+    # The last two are of any machine: without them libtpu says at length that it found out neither.
+    quiet = {"TPU_MIN_LOG_LEVEL": "3", "TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_WORKER_HOSTNAMES": "localhost"}
+    os.environ |= {name: os.environ.get(name, value) for name, value in quiet.items()}
     if kind == "cpu" and count.isdecimal():
         os.environ["XLA_FLAGS"] = xla_flags(0, int(count))
     from train.config import load

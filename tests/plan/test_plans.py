@@ -136,6 +136,17 @@ def test_what_cannot_fit_for_its_moments_fits_with_them_in_the_hosts_memory(cach
     assert applied.cost("mean", "balanced").by_binding["host"] == pytest.approx(host.host_argument / 15e9)
 
 
+def test_the_command_lets_libtpu_say_nothing_of_a_machine_that_is_not_there(tmp_path):
+    arguments = ["plan", str(CONFIGS / "quickstart.toml"), "--topology", "v5e:2x2", "--runs", str(tmp_path)]
+    command = [sys.executable, "-m", "train.cli", *arguments]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TPU_")}
+    environment |= {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=250)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("sat-jax: error: mesh: expected data 1 * fsdp 1 * expert 1 * tensor 1 = 4 devices, got 1")
+
+
 # What lives between programs is most of it: what XLA's products pack beside their arrays is in no figure of a program.
 MEDIUM = [
     *("mesh.fsdp=4", "mesh.expert=2", SIXTEEN, "policy.width=512", "policy.layers=12", "policy.experts=8"),

@@ -1,6 +1,7 @@
 """The plan of a config on a topology: every program of an optimizer step compiled, and the whole step priced."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,8 @@ class PlanOptions:
     Attributes:
       topology: such as "v5p:4x4x4".
       cache: folder of compiled programs' figures; None = none.
-      network: bytes a second between trainer and fleet.
-      rollout_tokens: sampled by the whole fleet, a second; None = not known.
+      network: bytes a second between trainer and fleet, above 0.
+      rollout_tokens: sampled by the whole fleet, a second, above 0; None = not known.
       response_tokens: mean of a completion; None = a quarter of the longest.
       largest: whether to look for the largest microbatch that fits, which compiles again.
     """
@@ -45,6 +46,15 @@ class PlanOptions:
     rollout_tokens: float | None = None
     response_tokens: int | None = None
     largest: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a rate that nothing can be divided by, before anything is compiled."""
+        for name, rate, unit in (
+            ("--network", self.network / 1e9, "GB/s"),
+            ("--rollout-tokens-per-s", self.rollout_tokens, "tokens a second"),
+        ):
+            if rate is not None and not 0.0 < rate < math.inf:
+                raise ValueError(f"{name}: expected a number of {unit} above 0, got {rate:g}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

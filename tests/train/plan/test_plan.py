@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -137,9 +138,14 @@ def test_the_verdict_compares_the_fullest_moment_with_the_chip(plan):
     assert f"does not fit: {plan.fullest.name} needs" in as_text(small)
 
 
-def test_the_command_prints_the_plan_and_its_progress_apart(cache, capsys, tmp_path, monkeypatch):
-    for name in ("JAX_PLATFORMS", "TPU_SKIP_MDS_QUERY", "ALLOW_MULTIPLE_LIBTPU_LOAD", "TPU_MIN_LOG_LEVEL", "XLA_FLAGS"):
-        monkeypatch.setenv(name, "")  # what the command sets goes no further than this test
+@pytest.fixture
+def environment(monkeypatch):
+    """What the command sets goes no further than a test."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+
+
+@pytest.mark.usefixtures("environment")
+def test_the_command_prints_the_plan_and_its_progress_apart(cache, capsys, tmp_path):
     (tmp_path / "plan-cache").symlink_to(cache)
     arguments = ["plan", str(CONFIG), "--topology", "cpu:1", "--set", "policy.remat=attention", "--runs", str(tmp_path)]
     assert main(arguments) == 0
@@ -150,6 +156,23 @@ def test_the_command_prints_the_plan_and_its_progress_apart(cache, capsys, tmp_p
     assert "mesh" in capsys.readouterr().err
     assert main(["plan", str(CONFIG), "--topology", "v9:1"]) == 1
     assert "v5p:NxNxN" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("environment")
+@pytest.mark.parametrize("rate", ["0", "-1", "nan", "inf"])
+@pytest.mark.parametrize(
+    ("flag", "unit"), [("--network", "GB/s"), ("--rollout-tokens-per-s", "tokens a second")], ids=["network", "rollout"]
+)
+def test_a_rate_that_nothing_can_be_divided_by_is_refused_before_anything_is_compiled(flag, unit, rate, capsys):
+    assert main(["plan", str(CONFIG), "--topology", "cpu:1", "--no-cache", f"{flag}={rate}"]) == 1
+    assert capsys.readouterr().err == f"sat-jax: error: {flag}: expected a number of {unit} above 0, got {rate}\n"
+
+
+@pytest.mark.usefixtures("environment")
+def test_an_error_says_nothing_of_tracebacks(capsys):
+    assert main(["plan", str(CONFIG), "--topology", "cpu:4", "--no-cache", "--set", "mesh.tensor=4"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("sat-jax: error: vocab_size: expected a multiple of 4 (mesh: tensor 4")
 
 
 @pytest.mark.slow
