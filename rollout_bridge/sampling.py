@@ -3,11 +3,11 @@
 import contextlib
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 
 from rollout_bridge.engine import Engine, Gathering
-from rollout_bridge.errors import Busy
+from rollout_bridge.errors import Busy, Retryable
 from rollout_bridge.messages import Completion, SampleRequest
 
 
@@ -57,6 +57,7 @@ def sampled(
       threads: for several requests to an engine that takes one at a time.
 
     Raises:
+      Retryable: the threads take none, for the server stops.
       Exception: what the engine raised for one of them.
     """
     if isinstance(engine, Gathering):
@@ -81,10 +82,10 @@ def _side_by_side(
             said.put(error)
         said.put(None)
 
-    for request in requests:
-        threads.submit(run, request)
     running = len(requests)
     try:
+        for request in requests:
+            _submit(threads, run, request)
         while running:
             news = [said.get()]
             while not said.empty():  # nobody else takes from it
@@ -97,3 +98,10 @@ def _side_by_side(
             running -= news.count(None)
     finally:
         cancelled.set()
+
+
+def _submit(threads: futures.Executor, run: Callable[[SampleRequest], None], request: SampleRequest) -> None:
+    try:
+        threads.submit(run, request)
+    except RuntimeError as error:  # a call that comes while the server stops; or the system has no thread left
+        raise Retryable(f"sample: expected an engine that takes requests, got: {error}; it may be stopping") from error

@@ -85,6 +85,24 @@ def test_what_fails_one_request_of_a_call_cancels_the_others(model, make_request
     assert cancelled.is_set()
 
 
+class Stopping(futures.ThreadPoolExecutor):
+    """Takes one request, and is shut down then, as by a server that stops."""
+
+    def submit(self, *arguments, **options):
+        accepted = super().submit(*arguments, **options)
+        self.shutdown(wait=False)
+        return accepted
+
+
+def test_a_call_that_meets_a_stop_of_the_server_may_be_made_again_and_leaves_nothing_behind(model, make_request):
+    engine, cancelled = FakeEngine(model, version=1, seconds_per_token=0.02), threading.Event()
+    requests = [make_request(f"t{i}", length=100, stop=()) for i in range(2)]
+    with Stopping(2) as threads, pytest.raises(Retryable, match=r"expected an engine that takes requests, got: cannot"):
+        list(sampling.sampled(engine, requests, cancelled, threads))
+    assert cancelled.is_set()
+    eventually(lambda: engine.status().running == 0)
+
+
 def test_a_client_that_leaves_ends_every_request_of_its_call(model, start, connect, make_request):
     engine = FakeEngine(model, version=1, seconds_per_token=0.05)
     client = connect(start(engine))
