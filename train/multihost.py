@@ -53,9 +53,12 @@ class Launch:
             )
         if self.coordinator is None or self.processes is None or self.process is None:
             return
-        if not self.coordinator.rpartition(":")[2].isdecimal() or not self.coordinator.rpartition(":")[0]:
-            raise ValueError(f"--coordinator: expected host:port, got {self.coordinator!r}")
-        if self.processes < 1 or not 0 <= self.process < self.processes:
+        host, _, port = self.coordinator.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+            raise ValueError(f"--coordinator: expected host:port with a port of 1 to 65535, got {self.coordinator!r}")
+        if self.processes < 1:
+            raise ValueError(f"--processes: expected at least 1, got {self.processes}")
+        if not 0 <= self.process < self.processes:
             raise ValueError(f"--process: expected 0 to --processes - 1 = {self.processes - 1}, got {self.process}")
 
 

@@ -50,7 +50,11 @@ def test_a_jobset_says_who_a_process_is():
     [
         (["--processes", "2"], "--coordinator, --processes, --process: expected all three or none, got None, 2, None"),
         (["--coordinator", "h:1", "--processes", "2", "--process", "2"], "--process: expected 0 to .* = 1, got 2"),
-        (["--coordinator", "host", "--processes", "2", "--process", "0"], "expected host:port, got 'host'"),
+        (["--coordinator", "h:1", "--processes", "0", "--process", "0"], "--processes: expected at least 1, got 0"),
+        *(
+            (["--coordinator", where, "--processes", "2", "--process", "0"], f"a port of 1 to 65535, got '{where}'")
+            for where in ("host", ":1", "host:", "host:0", "host:65536", "host:a")
+        ),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused(flags, message):

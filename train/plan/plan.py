@@ -17,7 +17,7 @@ from train.plan.advice import Advice, advise, enough
 from train.plan.load import Load, loads, pairs
 from train.plan.memory import Host, Resident, host, logits_bytes, resident, saved_bytes, shard_bytes, visiting
 from train.plan.price import Cost, Program, cost, need, runs, useful_of_step
-from train.plan.programs import Where, compile_program
+from train.plan.programs import Where, compile_program, open_cache
 from train.plan.rules import rules_of
 from train.plan.topology import Chip, open_topology
 from train.plan.useful import forward_flops
@@ -164,9 +164,10 @@ def make_plan(config: RunConfig, options: PlanOptions, say: Callable[[str], None
       say: progress, a line each.
 
     Raises:
-      ValueError: an unknown topology, or a config that its mesh does not divide.
+      ValueError: an unknown topology, a config that its mesh does not divide, or a cache that cannot be written.
     """
     topology = open_topology(options.topology)
+    open_cache(options.cache)
     mesh = make_mesh(config.mesh, topology.devices)
     seen = _trace(config, mesh, topology.chip, loads(config, options.response_tokens))
     where = Where(topology=topology.name, kind=topology.chip.kind, shape=dict(mesh.shape), cache=options.cache)

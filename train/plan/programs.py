@@ -4,7 +4,9 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
+import os
 import re
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -99,7 +101,7 @@ def compile_program(
     """
     lowered = traced.lower()
     path = None if where.cache is None else where.cache / f"{_digest(lowered.as_text(), where.topology)}.json"
-    if path is not None and path.is_file() and (found := _read(path)) is not None:
+    if path is not None and path.is_file() and (found := _read(path, say)) is not None:
         say(f"{name}: known from {path}")
         return found
     say(f"{name}: compiling for {where.topology}")
@@ -107,11 +109,30 @@ def compile_program(
     compiled = dataclasses.replace(_compile(lowered, where), seconds=time.monotonic() - began)
     say(f"{name}: {'compiled' if compiled.memory else 'does not fit'}, {compiled.seconds:.0f} s")
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
+        # Of this process, for another one may plan the same.
+        partial = path.with_suffix(f".{os.getpid()}.partial")
         partial.write_text(json.dumps({"format": _FORMAT, **dataclasses.asdict(compiled)}), encoding="utf-8")
         partial.replace(path)
     return compiled
+
+
+def open_cache(folder: Path | None) -> None:
+    """Makes the folder of cached results, if there is to be one, before minutes are spent on what it is to hold.
+
+    Raises:
+      ValueError: nothing can be written there.
+    """
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"plan's cache: expected a folder that can be written, got {folder}: {error.strerror}; choose another one "
+            "with --runs, or --no-cache"
+        ) from error
 
 
 def _compile(lowered: jax.stages.Lowered, where: Where) -> Compiled:
@@ -164,11 +185,15 @@ def _version(package: str) -> str:
         return "none"
 
 
-def _read(path: Path) -> Compiled | None:
-    """A cached result; None where it is of another form."""
-    saved = json.loads(path.read_text(encoding="utf-8"))
-    if saved.pop("format", None) != _FORMAT:
+def _read(path: Path, say: Callable[[str], None]) -> Compiled | None:
+    """A cached result; None where it is of another form, or damaged."""
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        if saved.pop("format", None) != _FORMAT:
+            return None
+        memory = saved.pop("memory")
+        found = tuple(Collective(**{**one, "axes": tuple(one["axes"])}) for one in saved.pop("collectives"))
+        return Compiled(memory=None if memory is None else Memory(**memory), collectives=found, **saved)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        say(f"{path} is damaged, and is replaced")
         return None
-    memory = saved.pop("memory")
-    found = tuple(Collective(**{**one, "axes": tuple(one["axes"])}) for one in saved.pop("collectives"))
-    return Compiled(memory=None if memory is None else Memory(**memory), collectives=found, **saved)
