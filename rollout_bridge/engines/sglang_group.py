@@ -7,6 +7,7 @@ that broke (`sglang_update.switch`).
 """
 
 import collections
+import contextlib
 import dataclasses
 import json
 import logging
@@ -126,9 +127,7 @@ class Sender:
             self._process.stdin.write(json.dumps(order) + "\n")
             self._process.stdin.flush()
         except (OSError, ValueError) as error:  # ValueError is Python's word for a pipe that `kill` has closed
-            raise Retryable(
-                f"sender: expected it to take {order['do']!r}, it has ended; see its words above"
-            ) from error
+            raise self._ended(f"it to take {order['do']!r}") from error
 
     def answer(self, seconds: float) -> dict[str, Any]:
         """Waits until it has done the oldest order that it was not asked about yet.
@@ -142,12 +141,16 @@ class Sender:
             raise Retryable(f"sender: expected an answer within {seconds} s, got none") from None
         if line is None:
             self._answers.put(None)  # for whoever asks next
-            ended = self._process.wait(_END_SECONDS)
-            raise Retryable(
-                f"sender: expected an answer, it ended with {ended}; see its words above. It needs PyTorch "
-                "(--sender-python)"
-            )
+            raise self._ended("an answer")
         return json.loads(line)
+
+    def _ended(self, expected: str) -> Retryable:
+        with contextlib.suppress(subprocess.TimeoutExpired):  # its pipe is closed, though it lives: None is told
+            self._process.wait(_END_SECONDS)
+        return Retryable(
+            f"sender: expected {expected}, it ended with {self._process.returncode}; see its words above. It needs "
+            "PyTorch (--sender-python)"
+        )
 
     def kill(self) -> None:
         """Ends it at once. A second time it does nothing."""

@@ -197,7 +197,7 @@ def test_a_sender_ends_with_its_orders():
     sender._process.stdin.close()
     assert sender._process.wait(30.0) == 0
     sender.kill()
-    with pytest.raises(Retryable, match="it has ended"):
+    with pytest.raises(Retryable, match="it ended with"):
         sender.order({"do": "listen"})
     for _ in range(2):  # whoever asks, and asks again
         with pytest.raises(Retryable, match="it ended with 0"):
@@ -215,6 +215,14 @@ def test_without_pytorch_the_way_out_is_named(sglang, attach):
     engine.connect(30.0)
     with pytest.raises(Fatal, match=r"/no/such/python.*--sender-python"):
         stage(engine, fake_weights(MODEL, 1))
+
+
+def test_a_sender_that_ended_before_its_first_order_is_told_alike():
+    sender = Sender((sys.executable, "-c", "raise SystemExit(3)"))
+    eventually(lambda: not sender.alive())
+    with pytest.raises(Retryable, match=r"expected it to take 'listen', it ended with 3; .*--sender-python"):
+        sender.order({"do": "listen"})
+    sender.kill()
 
 
 def test_pipeline_stages_are_refused(sglang, attach):
